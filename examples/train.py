@@ -1,0 +1,229 @@
+"""Train a Llama on text with simplefsdp.
+
+    torchrun --standalone --nproc-per-node 2 -m examples.train
+
+The sharding is two lines of ``main``: ``simple_fsdp(model)`` and ``torch.compile(model, backend="simplefsdp")``.
+"""
+
+import argparse
+import json
+import math
+import os
+import resource
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+from simplefsdp import simple_fsdp
+
+from . import data, llama
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="examples.train", description="Train a Llama on text with simplefsdp.")
+    add = parser.add_argument
+    add("--model", choices=llama.CONFIGS, default="debug", help="shape of the model (vocabulary: 256 bytes)")
+    add("--data", metavar="PATH_OR_GLOB", help="text to train on (default: Python's standard library)")
+    add("--out", type=Path, default=Path("out/train"), help="folder for metrics.jsonl and the checkpoint")
+    add("--resume", type=Path, metavar="CHECKPOINT", help="continue from this checkpoint")
+    add("--steps", type=int, default=400, help="number of the last step")
+    add("--batch-size", type=int, default=8, help="sequences per rank and step")
+    add("--seq-len", type=int, default=256, help="bytes per sequence")
+    add("--lr", type=float, default=4e-3, help="peak learning rate")
+    add("--warmup", type=int, default=30, help="steps of linear warm-up before the cosine decay")
+    add("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    add("--seed", type=int, default=0)
+    add("--mixed-precision", choices=["none", "bf16", "fp16"], default="none", help="dtype of compute and gathers")
+    add("--activation-checkpointing", choices=["none", "block", "selective"], default="none")
+    add("--keep-unsharded", action="store_true", help="reshard_after_forward=False: more memory, no second gather")
+    add("--plan", default="block", help="bucketing plan of the backend")
+    add("--lower-with", choices=["inductor", "aot_eager"], default="inductor")
+    add("--report-dir", help="where the backend writes its graphs")
+    add("--sample", type=int, default=200, help="bytes of text to generate at the end")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu", int(os.environ.get("LOCAL_RANK", 0)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    train_text, held_out = data.load(args.data, args.seq_len)
+
+    torch.manual_seed(args.seed)  # every rank starts from the same weights
+    model = llama.build(
+        args.model,
+        vocab_size=256,
+        max_seq_len=max(1024, args.seq_len),
+        activation_checkpointing=args.activation_checkpointing,
+    ).to(device)
+    simple_fsdp(model, mp_policy=mixed_precision(args), reshard_after_forward=not args.keep_unsharded)
+    options = {"plan": args.plan, "lower_with": args.lower_with, "report_dir": args.report_dir}
+    compiled = torch.compile(model, backend="simplefsdp", options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    first_step = load_checkpoint(args.resume, model, optimizer) if args.resume else 0
+
+    log = Log(args.out, first_step, args.steps)
+    log.print(
+        f"{args.model} Llama, {sum(p.numel() for p in model.parameters()):,} parameters on {dist.get_world_size()} "
+        f"ranks; {len(train_text):,} bytes to train on, {len(held_out):,} held out; the first step compiles"
+    )
+    for step in range(first_step, args.steps):
+        started = time.perf_counter()
+        tokens, targets = random_batch(train_text, step, args, device)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args)
+        loss = compiled(tokens, targets)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        log.step(step, mean_over_ranks(loss), norm, learning_rate(step, args), time.perf_counter() - started, tokens)
+    log.close()
+
+    log.print(f"validation loss {validate(compiled, held_out, args, device):.3f}")
+    log.print("sample:", *sample(compiled, args, device).splitlines(), sep="\n    ")
+    save_checkpoint(args.out / "checkpoint", model, optimizer, args.steps)
+    log.print(f"checkpoint in {args.out / 'checkpoint'}; to train on from it:\n    {resume_line(args)}")
+    dist.destroy_process_group()
+
+
+def mixed_precision(args: argparse.Namespace) -> MixedPrecisionPolicy:
+    if args.mixed_precision == "none":
+        return MixedPrecisionPolicy()
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.mixed_precision]
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
+def random_batch(text: Tensor, step: int, args: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor]:
+    """This rank's batch of a step: a function of seed, step and rank, so that a resumed run sees the same."""
+    generator = torch.Generator().manual_seed(hash((args.seed, step, dist.get_rank())))
+    starts = torch.randint(len(text) - args.seq_len, (args.batch_size,), generator=generator)
+    tokens, targets = data.crops(text, starts, args.seq_len)
+    return tokens.to(device), targets.to(device)
+
+
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Linear warm-up, then a cosine down to a tenth of the peak."""
+    if step < args.warmup:
+        return args.lr * (step + 1) / args.warmup
+    progress = (step - args.warmup) / max(1, args.steps - args.warmup)
+    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    mean = value.detach().float().clone()
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()
+
+
+@torch.no_grad()
+def validate(model: nn.Module, text: Tensor, args: argparse.Namespace, device: torch.device) -> float:
+    """Mean loss in nats per byte over sequences spread evenly over ``text``, other ones on each rank."""
+    model.eval()
+    batches = 8
+    starts = torch.linspace(0, len(text) - args.seq_len - 1, batches * args.batch_size * dist.get_world_size()).long()
+    mine = starts[dist.get_rank() :: dist.get_world_size()].split(args.batch_size)
+    losses = [model(*(t.to(device) for t in data.crops(text, part, args.seq_len))) for part in mine]
+    model.train()
+    return mean_over_ranks(torch.stack(losses).mean())
+
+
+@torch.no_grad()
+def sample(model: nn.Module, args: argparse.Namespace, device: torch.device, prompt: str = "def ") -> str:
+    """Text drawn from the model after ``prompt``; every rank draws the same."""
+    model.eval()
+    generator = torch.Generator().manual_seed(args.seed)
+    tokens = torch.tensor([list(prompt.encode())], device=device)
+    for _ in range(args.sample):
+        logits = model(tokens[:, -args.seq_len :])[:, -1].float()
+        probabilities = torch.softmax(logits / 0.8, dim=-1).cpu()
+        tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=generator).to(device)], dim=1)
+    model.train()
+    return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+def save_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state, "step": step}, checkpoint_id=path)
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return int(state["step"])
+
+
+def resume_line(args: argparse.Namespace) -> str:
+    """A command that takes the run on for as many steps again."""
+    python = os.path.relpath(sys.executable)
+    launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(dist.get_world_size())]
+    more = ["--resume", str(args.out / "checkpoint"), "--steps", str(2 * args.steps)]  # the last of a flag counts
+    return shlex.join([*launch, "-m", "examples.train", *sys.argv[1:], *more])
+
+
+class Log:
+    """What rank 0 shows and keeps: a progress bar, and a line of JSON per step."""
+
+    def __init__(self, folder: Path, first_step: int, steps: int):
+        self.rank = dist.get_rank()
+        if self.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = open(folder / "metrics.jsonl", "a" if first_step else "w")
+            self.bar = tqdm(initial=first_step, total=steps, unit="step", dynamic_ncols=True)
+
+    def print(self, *values: object, sep: str = " ") -> None:
+        if self.rank == 0:
+            print(*values, sep=sep, flush=True)
+
+    def step(self, step: int, loss: float, norm: Tensor, lr: float, seconds: float, tokens: Tensor) -> None:
+        norm_value = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()  # a collective: on all ranks
+        if self.rank != 0:
+            return
+        tokens_per_s = tokens.numel() * dist.get_world_size() / seconds
+        peak = peak_memory_bytes(tokens.device)
+        metrics = {
+            "step": step,
+            "loss": loss,
+            "grad_norm": norm_value,
+            "lr": lr,
+            "step_s": seconds,
+            "tokens_per_s": tokens_per_s,
+            "peak_memory_bytes": peak,
+        }
+        self.file.write(json.dumps(metrics) + "\n")
+        self.bar.set_postfix_str(
+            f"loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s, {seconds:.3f} s/step, peak {peak / 2**30:.2f} GiB"
+        )
+        self.bar.update()
+
+    def close(self) -> None:
+        if self.rank == 0:
+            self.bar.close()
+            self.file.close()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Of this rank so far: allocated on the GPU, or resident in the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    main()

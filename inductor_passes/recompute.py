@@ -1,0 +1,43 @@
+"""Decide, before partitioning, whether full weights are gathered again in backward or saved.
+
+[Note: the whole chain]
+``shard - cast - all_gather - wait - [slice] - view*`` is tagged up to the last node that depends on nothing but
+the gathered weight. With a shorter tag a partitioner saves what comes after it, and a transposed view of a full
+weight is a full weight. The tag overrides what the user's activation checkpointing put on these nodes: resharding
+is this library's decision, and under either a parameter is gathered at most once in backward.
+"""
+
+import sys
+from collections.abc import Mapping
+
+from torch.fx import Graph, Node
+
+from ._compat import CheckpointPolicy
+from .collectives import GraphParameter, gathers, source_chain, unary
+
+# The partitioner saves what lies between two checkpointed regions: a recomputed node whose user has a larger id.
+_LAST_REGION = sys.maxsize
+
+
+def tag(graph: Graph, params: Mapping[int, GraphParameter]) -> None:
+    """Tag each marked gather chain of a joint graph: recompute it in backward, or save the gathered weight.
+
+    Uses the partitioners' own vocabulary (``meta["recompute"]``, a ``torch.utils.checkpoint.CheckpointPolicy``), which
+    ``min_cut_rematerialization_partition`` and ``default_partition`` both obey.
+    """
+    reshard = {param.fqn: param.reshard for param in params.values()}
+    for gather in gathers(graph):
+        chain = [*source_chain(gather.node), gather.node, gather.wait, *_views(gather.wait)]
+        for node in chain:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = _LAST_REGION
+        if not reshard[gather.fqns[0]]:
+            gather.wait.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _views(node: Node) -> list[Node]:
+    found = []
+    for user in node.users:
+        if unary(user):
+            found += [user, *_views(user)]
+    return found

@@ -1,0 +1,17 @@
+from setuptools import setup
+
+setup(
+    name="simplefsdp",
+    version="0.1.0",
+    description="Fully sharded data parallel training for PyTorch, scheduled by the compiler",
+    long_description=open("README.md").read(),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.11",
+    packages=["simplefsdp", "inductor_passes"],
+    install_requires=["torch>=2.11", "numpy"],
+    extras_require={
+        "examples": ["tqdm"],
+        "dev": ["tqdm", "pytest", "hypothesis", "expecttest", "ruff", "mypy", "types-tqdm"],
+    },
+    entry_points={"torch_dynamo_backends": ["simplefsdp = simplefsdp.backend:simplefsdp"]},
+)

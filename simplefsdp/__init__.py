@@ -1,0 +1,12 @@
+"""Fully sharded data parallel training, scheduled by the compiler (SimpleFSDP, arXiv 2411.00284).
+
+::
+
+    model = simple_fsdp(model)
+    model = torch.compile(model, backend="simplefsdp")
+"""
+
+from . import backend as _backend  # registers the torch.compile backend
+from .api import simple_fsdp
+
+__all__ = ["simple_fsdp"]
