@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,12 @@ class Llama(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def _call_checkpointed(self, layer: nn.Module, x: Tensor) -> Tensor:
-        if self.config.activation_checkpointing == "none" or not torch.is_grad_enabled():
+        kind = self.config.activation_checkpointing
+        if kind == "none" or not torch.is_grad_enabled():
             return layer(x)
-        selective = self.config.activation_checkpointing == "selective"
-        return checkpoint(layer, x, use_reentrant=False, context_fn=_save_matmuls if selective else noop_context_fn)
+        if kind == "selective":
+            return checkpoint(layer, x, use_reentrant=False, context_fn=_save_matmuls)
+        return checkpoint(layer, x, use_reentrant=False)
 
 
 def _save_matmuls():

@@ -4,7 +4,9 @@ Everything here exists under the same name in 2.11, 2.13 and 2.15.
 """
 
 import functools
+from typing import Any
 
+import torch
 from torch._dynamo.eval_frame import skip_code
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -16,21 +18,23 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext
 from torch._inductor import config as inductor_config
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CheckpointPolicy",
     "CustomGraphPass",
+    "Partitioner",
     "compile_id",
     "get_hash_for_files",
     "inductor_options",
     "is_backward",
-    "min_cut_rematerialization_partition",
+    "opaque_objects_last",
     "parameter_gradients",
     "parameter_inputs",
+    "partition",
     "skip_code",
     "stable_topological_sort",
 ]
@@ -78,3 +82,54 @@ def _is_tangent(desc: object) -> bool:
     while isinstance(desc, SubclassGetAttrAOTInput):
         desc = desc.base
     return isinstance(desc, TangentAOTInput)
+
+
+def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    """``min_cut_rematerialization_partition``, with the order of saved values mended."""
+    halves = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+    return opaque_objects_last(*halves, num_fwd_outputs)
+
+
+class Partitioner(CustomPartitionerFn):
+    """``partition``, for Inductor's ``custom_partitioner_fn``."""
+
+    def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        return partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return "simplefsdp.partition.1"
+
+
+def opaque_objects_last(
+    forward: GraphModule, backward: GraphModule, num_fwd_outputs: int
+) -> tuple[GraphModule, GraphModule]:
+    """Put saved random states before saved opaque objects, where AOTAutograd looks for them.
+
+    AOTAutograd saves tensors, then opaque objects (the mesh of a DTensor gradient), then symbolic sizes. Partitioners
+    of torch 2.13 append the random states of recomputed attention behind the opaque objects, and the first step fails
+    with "expected all tensors_saved_with_vc_check to be Tensors".
+    """
+    placeholders = list(backward.graph.find_nodes(op="placeholder"))
+    states = [node for node in placeholders if node.name.startswith("rng_state_output")]
+    if not states:
+        return forward, backward
+    opaque = [node for node in placeholders[: placeholders.index(states[0])] if _saved_kind(node) == 1]
+    for node in reversed(opaque):
+        states[-1].append(node)
+    output = forward.graph.output_node()
+    values = output.args[0]
+    output.args = ((*values[:num_fwd_outputs], *sorted(values[num_fwd_outputs:], key=_saved_kind)),)  # type: ignore[index,misc]
+    for half in (forward, backward):
+        half.graph.lint()
+        half.recompile()
+    return forward, backward
+
+
+def _saved_kind(node: Node) -> int:
+    """0: tensor, 1: opaque object, 2: symbolic size."""
+    match node.meta["val"]:
+        case torch.Tensor():
+            return 0
+        case torch.SymInt() | torch.SymFloat() | torch.SymBool() | int() | float():
+            return 2
+    return 1

@@ -23,11 +23,12 @@ from torch.fx import Graph, GraphModule
 import inductor_passes
 from inductor_passes._compat import (
     CustomGraphPass,
+    Partitioner,
     compile_id,
     get_hash_for_files,
     inductor_options,
     is_backward,
-    min_cut_rematerialization_partition,
+    partition,
 )
 from inductor_passes.bucket import bucket
 from inductor_passes.collectives import GraphParameter, identify
@@ -100,7 +101,7 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
     return parsed
 
 
-_PASS_SLOTS = ("joint_custom_post_pass", "post_grad_custom_post_pass")
+_PASS_SLOTS = ("joint_custom_post_pass", "custom_partitioner_fn", "post_grad_custom_post_pass")
 
 
 @register_backend(name="simplefsdp")
@@ -110,10 +111,10 @@ def simplefsdp(
     """Compile one graph that Dynamo captured. ``options``: see ``Options``; errors: see ``parse_options``."""
     parsed = parse_options(options)
     _say_what_auto_is(parsed.plan)
-    passes = _passes(example_inputs, parsed)
+    passes = passes_for(example_inputs, parsed)
     if parsed.lower_with == "aot_eager":
         return _aot_eager(gm, example_inputs, passes)
-    slots = {"joint_custom_post_pass": _OnJoint(passes), "post_grad_custom_post_pass": _OnEachHalf(passes)}
+    slots = dict(zip(_PASS_SLOTS, (_OnJoint(passes), Partitioner(), _OnEachHalf(passes)), strict=True))
     from torch._inductor.compile_fx import compile_fx  # seconds to import, so not before it is needed
 
     return compile_fx(
@@ -124,9 +125,9 @@ def simplefsdp(
 
 
 def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], passes: "Passes") -> Callable[..., Any]:
-    def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    def tag_and_partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         passes.on_joint(joint.graph)
-        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        return partition(joint, inputs, **kwargs)
 
     def lower_half(half: GraphModule, _inputs: Any) -> Any:
         passes.on_each_half(half.graph)
@@ -140,7 +141,7 @@ def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], passes: "Passes")
     lower = aot_autograd(
         fw_compiler=lower_half,
         inference_compiler=lower_inference,
-        partition_fn=partition,
+        partition_fn=tag_and_partition,
         keep_inference_input_mutations=True,
     )
     return lower(gm, example_inputs)
@@ -199,7 +200,7 @@ class _OnEachHalf(_OnJoint):
         self.passes.on_each_half(graph)
 
 
-def _passes(example_inputs: Sequence[Any], options: Options) -> Passes:
+def passes_for(example_inputs: Sequence[Any], options: Options) -> Passes:
     found: dict[int, ShardedParameter] = {
         index: info
         for index, value in enumerate(example_inputs)

@@ -1,0 +1,31 @@
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.ranks import Ranks, fake_group
+
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def one_of_four() -> Iterator[None]:
+    """This process as rank 0 of 4, with a fake process group."""
+    with fake_group(4):
+        yield

@@ -1,0 +1,100 @@
+"""Graphs of a sharded model, made on one process with a fake group."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch.fx import Graph, GraphModule, Node
+
+from inductor_passes._compat import opaque_objects_last
+from inductor_passes.collectives import GraphParameter
+from simplefsdp.backend import parse_options, passes_for
+
+PARTITIONERS: dict[str, Callable[..., Any]] = {
+    "min_cut": min_cut_rematerialization_partition,
+    "default": default_partition,
+}
+
+_c10d = torch.ops._c10d_functional
+ALL_GATHER = _c10d.all_gather_into_tensor.default
+REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
+WAIT = _c10d.wait_tensor.default
+
+
+@dataclass
+class Captured:
+    """The graphs of one compilation. ``joint`` is an inference graph where nothing needs a gradient."""
+
+    params: dict[int, GraphParameter] = field(default_factory=dict)
+    joint: Graph = field(default_factory=Graph)
+    forward: Graph = field(default_factory=Graph)
+    backward: Graph = field(default_factory=Graph)
+
+
+def capture(model: nn.Module, *inputs: Any, plan: str = "none", partitioner: str = "min_cut") -> Captured:
+    """Compile ``model(*inputs)`` up to its final graphs. ``joint`` is kept as traced, before any pass."""
+    captured = Captured()
+
+    def backend(gm: GraphModule, example_inputs: Any) -> Any:
+        passes = passes_for(example_inputs, parse_options({"plan": plan}))
+        captured.params = passes.params
+
+        def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            captured.joint = copy(joint.graph)
+            passes.on_joint(joint.graph)
+            captured.forward, captured.backward = Graph(), Graph()
+            halves = PARTITIONERS[partitioner](joint, joint_inputs, **kwargs)
+            halves = opaque_objects_last(*halves, kwargs["num_fwd_outputs"])
+            for half in halves:
+                passes.on_each_half(half.graph)
+            captured.forward, captured.backward = (half.graph for half in halves)
+            return halves
+
+        def infer(graph: GraphModule, _inputs: Any) -> Any:
+            captured.joint = copy(graph.graph)
+            passes.on_joint(graph.graph)
+            passes.on_each_half(graph.graph)
+            captured.forward = graph.graph
+            return make_boxed_func(graph.forward)
+
+        def lower(half: GraphModule, _inputs: Any) -> Any:
+            return make_boxed_func(half.forward)
+
+        return aot_autograd(fw_compiler=lower, inference_compiler=infer, partition_fn=partition)(gm, example_inputs)
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+    return captured
+
+
+def copy(graph: Graph) -> Graph:
+    """A copy with the descriptions of its outputs, which ``Graph.graph_copy`` leaves behind."""
+    new = Graph()
+    output = new.graph_copy(graph, {})
+    new.output(output).meta = dict(graph.output_node().meta)
+    return new
+
+
+def nodes(graph: Graph, target: object) -> list[Node]:
+    return list(graph.find_nodes(op="call_function", target=target))
+
+
+def fqns(graph: Graph, target: object) -> list[tuple[str, ...]]:
+    """FQNs carried by each collective of a kind, in graph order."""
+    return [node.meta.get("simplefsdp_fqns", ()) for node in nodes(graph, target)]
+
+
+def whole_weights_among_outputs(graph: Graph) -> list[str]:
+    """Outputs that depend on shards and on nothing else, but are not shards themselves: gathered weights."""
+    weight: dict[Node, bool] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            weight[node] = "attr='_local_tensor'" in str(node.meta.get("desc"))
+        elif node.op == "call_function":
+            weight[node] = bool(node.all_input_nodes) and all(weight[n] for n in node.all_input_nodes)
+    return [n.name for n in graph.output_node().all_input_nodes if n.op == "call_function" and weight[n]]

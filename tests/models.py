@@ -1,0 +1,50 @@
+"""Small models and steps that several tests use."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from examples import llama
+
+
+def tiny_llama(**changes: Any) -> llama.Llama:
+    """A Llama of 3 blocks with uneven shards (rows divisible by 2, not all by 4), the same on every rank."""
+    torch.manual_seed(0)
+    shape = {"dim": 36, "layers": 3, "heads": 6, "kv_heads": 2, "ffn_dim": 50, "vocab_size": 30, "max_seq_len": 32}
+    return llama.build("debug", **(shape | changes))
+
+
+def batch(step: int, rank: int, vocab_size: int = 30, seq_len: int = 16) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of a rank and a step, (2, seq_len) each."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    window = torch.randint(vocab_size, (2, seq_len + 1), generator=generator)
+    return window[:, :-1], window[:, 1:]
+
+
+def train(
+    model: nn.Module,
+    forward: Callable[..., Tensor],
+    steps: int,
+    rank: int,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses, first gradients and final values (of this rank's shards) after ``steps`` steps."""
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses, gradients = [], {}
+    for step in range(steps):
+        loss = forward(*batch(step, rank))
+        loss.backward()
+        losses.append(loss.detach())
+        if step == 0:
+            gradients = {name: local(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, gradients, {name: local(p).clone() for name, p in model.named_parameters()}
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,0 +1,100 @@
+"""Real ranks for tests: processes with a gloo group that live as long as a test module."""
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+DEADLINE_S = 240
+
+
+class Ranks:
+    """``size`` processes; ``run(fn, *args)`` calls ``fn`` on all of them and returns their results in rank order."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._start()
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            args = (rank, self.size, os.path.join(self._folder.name, "store"), theirs)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Raises ``AssertionError`` with the traceback of the first rank that failed, or at the deadline."""
+        for pipe in self._pipes:
+            pipe.send((fn, args))
+        results: dict[int, Any] = {}
+        deadline: float = DEADLINE_S
+        while len(results) < self.size:
+            pending = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            ready = wait(pending, timeout=deadline)
+            if not ready:
+                failure = next((r for r in results.values() if isinstance(r, _Failure)), None)
+                missing = [rank for rank in range(self.size) if rank not in results]
+                self.close()
+                self._start()
+                raise AssertionError(failure.text if failure else f"ranks {missing} hang in {fn.__name__}")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                results[rank] = pipe.recv()  # type: ignore[union-attr]
+                if isinstance(results[rank], _Failure):
+                    deadline = 10  # the others may wait for it in a collective
+        for result in results.values():
+            if isinstance(result, _Failure):
+                raise AssertionError(result.text)
+        return [results[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+class _Failure:
+    def __init__(self, text: str):
+        self.text = text
+
+
+def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    while True:
+        try:
+            fn, args = pipe.recv()
+        except EOFError:
+            return
+        torch._dynamo.reset()
+        try:
+            result = fn(*args)
+        except BaseException:
+            result = _Failure(f"rank {rank}: {traceback.format_exc()}")
+        pipe.send(result)
+
+
+@contextmanager
+def fake_group(size: int, rank: int = 0) -> Iterator[None]:
+    """This process as one rank of ``size`` whose collectives return at once, with meaningless values."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
