@@ -1,10 +1,12 @@
+from pathlib import Path
+
 from setuptools import setup
 
 setup(
     name="simplefsdp",
     version="0.1.0",
     description="Fully sharded data parallel training for PyTorch, scheduled by the compiler",
-    long_description=open("README.md").read(),
+    long_description=Path("README.md").read_text(),
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
     packages=["simplefsdp", "inductor_passes"],

@@ -13,7 +13,9 @@ import resource
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--data", metavar="PATH_OR_GLOB", help="text to train on (default: Python's standard library)")
     add("--out", type=Path, default=Path("out/train"), help="folder for metrics.jsonl and the checkpoint")
     add("--resume", type=Path, metavar="CHECKPOINT", help="continue from this checkpoint")
-    add("--steps", type=int, default=400, help="number of the last step")
+    add("--steps", type=int, default=300, help="number of the last step")
     add("--batch-size", type=int, default=8, help="sequences per rank and step")
     add("--seq-len", type=int, default=256, help="bytes per sequence")
     add("--lr", type=float, default=4e-3, help="peak learning rate")
@@ -94,6 +96,7 @@ def main() -> None:
         log.step(step, mean_over_ranks(loss), norm, learning_rate(step, args), time.perf_counter() - started, tokens)
     log.close()
 
+    model.eval()
     log.print(f"validation loss {validate(compiled, held_out, args, device):.3f}")
     log.print("sample:", *sample(compiled, args, device).splitlines(), sep="\n    ")
     save_checkpoint(args.out / "checkpoint", model, optimizer, args.steps)
@@ -131,28 +134,24 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 @torch.no_grad()
-def validate(model: nn.Module, text: Tensor, args: argparse.Namespace, device: torch.device) -> float:
+def validate(model: Callable[..., Tensor], text: Tensor, args: argparse.Namespace, device: torch.device) -> float:
     """Mean loss in nats per byte over sequences spread evenly over ``text``, other ones on each rank."""
-    model.eval()
     batches = 8
     starts = torch.linspace(0, len(text) - args.seq_len - 1, batches * args.batch_size * dist.get_world_size()).long()
     mine = starts[dist.get_rank() :: dist.get_world_size()].split(args.batch_size)
     losses = [model(*(t.to(device) for t in data.crops(text, part, args.seq_len))) for part in mine]
-    model.train()
     return mean_over_ranks(torch.stack(losses).mean())
 
 
 @torch.no_grad()
-def sample(model: nn.Module, args: argparse.Namespace, device: torch.device, prompt: str = "def ") -> str:
+def sample(model: Callable[..., Tensor], args: argparse.Namespace, device: torch.device, prompt: str = "def ") -> str:
     """Text drawn from the model after ``prompt``; every rank draws the same."""
-    model.eval()
     generator = torch.Generator().manual_seed(args.seed)
     tokens = torch.tensor([list(prompt.encode())], device=device)
     for _ in range(args.sample):
         logits = model(tokens[:, -args.seq_len :])[:, -1].float()
         probabilities = torch.softmax(logits / 0.8, dim=-1).cpu()
         tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=generator).to(device)], dim=1)
-    model.train()
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
@@ -163,10 +162,10 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": 0}
     dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    return int(state["step"])
+    return state["step"]
 
 
 def resume_line(args: argparse.Namespace) -> str:
@@ -184,7 +183,7 @@ class Log:
         self.rank = dist.get_rank()
         if self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            self.file = open(folder / "metrics.jsonl", "a" if first_step else "w")
+            self.file = (folder / "metrics.jsonl").open("a" if first_step else "w")
             self.bar = tqdm(initial=first_step, total=steps, unit="step", dynamic_ncols=True)
 
     def print(self, *values: object, sep: str = " ") -> None:

@@ -4,7 +4,7 @@ Everything here exists under the same name in 2.11, 2.13 and 2.15.
 """
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._dynamo.eval_frame import skip_code
@@ -39,6 +39,8 @@ __all__ = [
     "stable_topological_sort",
 ]
 
+Halves = tuple[GraphModule, GraphModule]
+
 
 def compile_id() -> str:
     """Dynamo's id of the graph that is being compiled, ``frame_attempt``, as in torch's own logs."""
@@ -64,13 +66,16 @@ def parameter_inputs(graph: Graph) -> dict[int, Node]:
 def parameter_gradients(graph: Graph) -> dict[int, Node]:
     """Node returned as the local gradient of each DTensor input, by position; empty for forward graphs."""
     found = {}
-    output = graph.output_node()
-    for node, desc in zip(output.args[0], output.meta.get("desc", ()), strict=False):
+    for node, desc in zip(_outputs(graph), graph.output_node().meta.get("desc", ()), strict=False):
         match desc:
             case SubclassGetAttrAOTOutput(base=GradAOTOutput(grad_of=PlainAOTInput(idx=idx)), attr="_local_tensor"):
                 if isinstance(node, Node):
                     found[idx] = node
     return found
+
+
+def _outputs(graph: Graph) -> list[Any]:
+    return list(cast(Any, graph.output_node().args[0]))
 
 
 def is_backward(graph: Graph) -> bool:
@@ -84,7 +89,9 @@ def _is_tangent(desc: object) -> bool:
     return isinstance(desc, TangentAOTInput)
 
 
-def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+def partition(
+    joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
     """``min_cut_rematerialization_partition``, with the order of saved values mended."""
     halves = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     return opaque_objects_last(*halves, num_fwd_outputs)
@@ -93,16 +100,14 @@ def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs
 class Partitioner(CustomPartitionerFn):
     """``partition``, for Inductor's ``custom_partitioner_fn``."""
 
-    def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Halves:
         return partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str:
         return "simplefsdp.partition.1"
 
 
-def opaque_objects_last(
-    forward: GraphModule, backward: GraphModule, num_fwd_outputs: int
-) -> tuple[GraphModule, GraphModule]:
+def opaque_objects_last(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int) -> Halves:
     """Put saved random states before saved opaque objects, where AOTAutograd looks for them.
 
     AOTAutograd saves tensors, then opaque objects (the mesh of a DTensor gradient), then symbolic sizes. Partitioners
@@ -116,9 +121,10 @@ def opaque_objects_last(
     opaque = [node for node in placeholders[: placeholders.index(states[0])] if _saved_kind(node) == 1]
     for node in reversed(opaque):
         states[-1].append(node)
-    output = forward.graph.output_node()
-    values = output.args[0]
-    output.args = ((*values[:num_fwd_outputs], *sorted(values[num_fwd_outputs:], key=_saved_kind)),)  # type: ignore[index,misc]
+    values = _outputs(forward.graph)
+    forward.graph.output_node().args = (
+        (*values[:num_fwd_outputs], *sorted(values[num_fwd_outputs:], key=_saved_kind)),
+    )
     for half in (forward, backward):
         half.graph.lint()
         half.recompile()

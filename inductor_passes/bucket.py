@@ -52,7 +52,7 @@ def _members(found: list[Collective], buckets: Sequence[Sequence[str]]) -> list[
     for fqns in buckets:
         alike: dict[tuple, list[Collective]] = {}
         for collective in [c for fqn in fqns for c in by_fqn.get(fqn, [])]:
-            key = (collective.node.args[1:], collective.input.meta["val"].dtype)
+            key = (collective.options, collective.input.meta["val"].dtype)
             alike.setdefault(key, []).append(collective)
         merged += [members for members in alike.values() if len(members) > 1]
     return merged
@@ -64,7 +64,7 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
         for node in source_chain(member.node):
             if node > first:
                 first.prepend(node)
-    _, ranks, group = members[0].node.args
+    ranks, group = members[0].options
     sizes = [_numel(member.input) for member in members]
     with graph.inserting_before(first):
         packed = _call(_aten.cat.default, [_view(m.input, [n]) for m, n in zip(members, sizes, strict=True)])
@@ -76,7 +76,7 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
 
 def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
     last = max(member.node for member in members)
-    _, operator, ranks, group = members[0].node.args
+    operator, ranks, group = members[0].options
     sizes = [_numel(member.node) for member in members]
     with graph.inserting_before(last):
         packed = _call(_aten.cat.default, [_view(m.input, [ranks, n]) for m, n in zip(members, sizes, strict=True)], 1)
@@ -84,8 +84,8 @@ def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
         _replace(members, _split(scattered, sizes))
 
 
-def _collective(target: Callable, packed: Node, members: list[Collective], *args: object) -> Node:
-    node = _call(target, packed, *args)
+def _collective(target: Any, packed: Node, members: list[Collective], *options: object) -> Node:
+    node = _call(target, packed, *options)
     node.meta[MARK] = tuple(fqn for member in members for fqn in member.fqns)
     return _call(torch.ops._c10d_functional.wait_tensor.default, node)
 

@@ -14,6 +14,7 @@ collectives. A collective without a mark belongs to the user and is never touche
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -53,7 +54,12 @@ class Collective:
 
     @property
     def input(self) -> Node:
-        return self.node.args[0]  # type: ignore[return-value]
+        return self.node.all_input_nodes[0]
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """All arguments but the input: ``(ranks, group name)``, for a reduction with the operator in front."""
+        return self.node.args[1:]
 
 
 def gathers(graph: Graph) -> list[Collective]:

@@ -29,10 +29,11 @@ def render(graph: Graph) -> str:
 def _line(node: Node) -> str:
     if node.op == "output":
         return f"return {node.args[0]}"
-    arguments = [str(arg) for arg in node.args] + [f"{name}={value}" for name, value in node.kwargs.items()]
-    line = (
-        f"{node.name}{_type(node.meta.get('val'))} = {node._pretty_print_target(node.target)}({', '.join(arguments)})"
-    )
+    value = "input"
+    if node.op == "call_function":
+        arguments = [*map(str, node.args), *(f"{name}={arg}" for name, arg in node.kwargs.items())]
+        value = f"{node._pretty_print_target(node.target)}({', '.join(arguments)})"
+    line = f"{node.name}{_type(node.meta.get('val'))} = {value}"
     fqns = node.meta.get(MARK)
     return f"{line}  # {', '.join(fqns)}" if fqns else line
 

@@ -6,7 +6,7 @@
     model = torch.compile(model, backend="simplefsdp")
 """
 
-from . import backend as _backend  # registers the torch.compile backend
+from . import backend as backend  # importing it registers the torch.compile backend
 from .api import simple_fsdp
 
 __all__ = ["simple_fsdp"]

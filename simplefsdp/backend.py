@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
@@ -117,11 +117,7 @@ def simplefsdp(
     slots = dict(zip(_PASS_SLOTS, (_OnJoint(passes), Partitioner(), _OnEachHalf(passes)), strict=True))
     from torch._inductor.compile_fx import compile_fx  # seconds to import, so not before it is needed
 
-    return compile_fx(
-        gm,
-        example_inputs,  # type: ignore[arg-type]
-        config_patches={**parsed.inductor, **slots},
-    )
+    return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches={**parsed.inductor, **slots}))
 
 
 def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], passes: "Passes") -> Callable[..., Any]:

@@ -129,4 +129,4 @@ def parametrize(module: nn.Module, state: State) -> None:
     """Make reads of ``state.params`` gather while ``module``, or a sharded module above it, is called."""
     casts = state.cast_inputs is not None or state.cast_output is not None
     module._simple_fsdp = state  # type: ignore[assignment]
-    module.__class__ = _sharded_class(type(module), tuple(state.params), casts)
+    module.__class__ = _sharded_class(type(module), tuple(state.params), casts)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ class BucketPlan:
 
 
 def block_of(fqn: str) -> str | None:
-    """Name of the outermost numbered module that holds ``fqn`` (``layers.0`` for ``layers.0.wq.weight``), or ``None``."""
+    """The outermost numbered module that holds ``fqn``, or ``None``: ``layers.0`` for ``layers.0.wq.weight``."""
     parts = fqn.split(".")
     for i, part in enumerate(parts[:-1]):
         if part.isdecimal():

@@ -79,7 +79,7 @@ def unshard(param: Tensor, info: ShardedParameter) -> Tensor:
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, local, rows, param_dtype, reduce_dtype, group_name, group_size):  # type: ignore[override]
+    def forward(ctx, local, rows, param_dtype, reduce_dtype, group_name, group_size):
         ctx.constants = (local.shape[0], local.dtype, reduce_dtype, group_name, group_size)
         local = _pad_rows(local, -(-rows // group_size))
         if param_dtype is not None:
@@ -88,7 +88,7 @@ class _Unshard(torch.autograd.Function):
         return full if full.shape[0] == rows else full[:rows]
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
+    def backward(ctx, grad):
         local_rows, dtype, reduce_dtype, group_name, group_size = ctx.constants
         if reduce_dtype is not None:
             grad = grad.to(reduce_dtype)

@@ -47,9 +47,8 @@ def capture(model: nn.Module, *inputs: Any, plan: str = "none", partitioner: str
         def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             captured.joint = copy(joint.graph)
             passes.on_joint(joint.graph)
-            captured.forward, captured.backward = Graph(), Graph()
-            halves = PARTITIONERS[partitioner](joint, joint_inputs, **kwargs)
-            halves = opaque_objects_last(*halves, kwargs["num_fwd_outputs"])
+            forward, backward = PARTITIONERS[partitioner](joint, joint_inputs, **kwargs)
+            halves = opaque_objects_last(forward, backward, kwargs["num_fwd_outputs"])
             for half in halves:
                 passes.on_each_half(half.graph)
             captured.forward, captured.backward = (half.graph for half in halves)
@@ -80,11 +79,11 @@ def copy(graph: Graph) -> Graph:
     return new
 
 
-def nodes(graph: Graph, target: object) -> list[Node]:
+def nodes(graph: Graph, target: Any) -> list[Node]:
     return list(graph.find_nodes(op="call_function", target=target))
 
 
-def fqns(graph: Graph, target: object) -> list[tuple[str, ...]]:
+def fqns(graph: Graph, target: Any) -> list[tuple[str, ...]]:
     """FQNs carried by each collective of a kind, in graph order."""
     return [node.meta.get("simplefsdp_fqns", ()) for node in nodes(graph, target)]
 

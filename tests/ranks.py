@@ -42,8 +42,8 @@ class Ranks:
         results: dict[int, Any] = {}
         deadline: float = DEADLINE_S
         while len(results) < self.size:
-            pending = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
-            ready = wait(pending, timeout=deadline)
+            pending = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
+            ready: list[Any] = wait(pending, timeout=deadline)
             if not ready:
                 failure = next((r for r in results.values() if isinstance(r, _Failure)), None)
                 missing = [rank for rank in range(self.size) if rank not in results]
@@ -51,9 +51,8 @@ class Ranks:
                 self._start()
                 raise AssertionError(failure.text if failure else f"ranks {missing} hang in {fn.__name__}")
             for pipe in ready:
-                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
-                results[rank] = pipe.recv()  # type: ignore[union-attr]
-                if isinstance(results[rank], _Failure):
+                results[pending[pipe]] = pipe.recv()
+                if isinstance(results[pending[pipe]], _Failure):
                     deadline = 10  # the others may wait for it in a collective
         for result in results.values():
             if isinstance(result, _Failure):
