@@ -7,6 +7,7 @@ import functools
 from typing import Any, cast
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -30,6 +31,7 @@ __all__ = [
     "compile_id",
     "get_hash_for_files",
     "inductor_options",
+    "inside_torch_compile",
     "is_backward",
     "opaque_objects_last",
     "parameter_gradients",
@@ -40,6 +42,11 @@ __all__ = [
 ]
 
 Halves = tuple[GraphModule, GraphModule]
+
+
+def inside_torch_compile() -> bool:
+    """Whether the caller is being traced, or runs between the graphs of a compiled function."""
+    return torch.compiler.is_compiling() or callable(get_eval_frame_callback())
 
 
 def compile_id() -> str:

@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from inductor_passes._compat import inside_torch_compile, skip_code
+
 from ._messages import unknown
 from .parametrization import State, parametrize
 from .plan import blocks
@@ -67,7 +69,7 @@ def simple_fsdp(
 
     Source: SimpleFSDP (arXiv 2411.00284), section 3; numerics of ``torch.distributed.fsdp.fully_shard``.
     """
-    if torch.compiler.is_compiling():
+    if inside_torch_compile():
         raise RuntimeError("simple_fsdp() was called inside torch.compile; shard the model first, then compile it")
     mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     _check_types(model, mesh, mp_policy, reshard_after_forward)
@@ -106,6 +108,10 @@ def simple_fsdp(
     sharded = {id(param): (shard(param, mesh), facts[fqn]) for fqn, param in params.items()}
     _shard_modules(model, sharded, mp_policy)
     return model
+
+
+# Where Dynamo gives up tracing the caller it would try this function next, and fail somewhere inside torch.
+skip_code(simple_fsdp.__code__)
 
 
 def _shard_modules(

@@ -1,0 +1,283 @@
+"""``simple_fsdp``: what a sharded model looks like from outside, and what it refuses."""
+
+import copy
+import re
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from examples.llama import Block, Llama
+from simplefsdp import simple_fsdp
+from tests.models import tiny_llama
+from tests.ranks import fake_group
+
+one_of_four = pytest.mark.usefixtures("one_of_four")
+
+
+@one_of_four
+def test_it_shards_in_place_and_returns_the_same_module():
+    model = tiny_llama()
+    assert simple_fsdp(model) is model
+    assert all(isinstance(p, DTensor) and isinstance(p, nn.Parameter) for p in model.parameters())
+    assert {p.placements for p in model.parameters()} == {(Shard(0),)}  # type: ignore[attr-defined]
+
+
+@one_of_four
+def test_names_shapes_and_classes_stay():
+    model, plain = simple_fsdp(tiny_llama()), tiny_llama()
+    shapes = [(name, p.shape) for name, p in model.named_parameters()]
+    assert shapes == [(name, p.shape) for name, p in plain.named_parameters()]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert isinstance(model, Llama)
+    assert isinstance(model.layers[0], Block)
+    assert isinstance(model.output, nn.Linear)
+    assert repr(model) == repr(plain)
+
+
+@one_of_four
+def test_outside_of_a_call_a_parameter_is_its_shard():
+    model = simple_fsdp(tiny_llama())
+    assert model.output.weight is model.get_parameter("output.weight")
+    assert isinstance(model.output.weight, DTensor)
+
+
+@one_of_four
+def test_inside_a_call_a_parameter_is_whole_also_where_a_parent_reads_it():
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = nn.Linear(3, 10, bias=False)
+            self.seen = []
+
+        def forward(self, x):
+            self.seen.append(self.child.weight)
+            return self.child(x)
+
+    model = simple_fsdp(nn.Sequential(Parent()))
+    model(torch.zeros(2, 3))
+    (weight,) = model[0].seen
+    assert not isinstance(weight, DTensor)
+    assert weight.shape == (10, 3)
+
+
+@one_of_four
+def test_an_exception_in_forward_ends_the_call():
+    class Fails(nn.Linear):
+        def forward(self, _x):
+            raise KeyError("planted")
+
+    model = simple_fsdp(Fails(2, 8))
+    with pytest.raises(KeyError, match="planted"):
+        model(torch.zeros(1, 2))
+    assert isinstance(model.weight, DTensor)
+
+
+@one_of_four
+def test_tied_weights_stay_one_parameter_and_frozen_ones_frozen():
+    model = tiny_llama(tie_embeddings=True)
+    model.norm.weight.requires_grad_(False)
+    count = len(list(model.parameters()))
+    simple_fsdp(model)
+    assert model.output.weight is model.tok_embeddings.weight
+    assert len(list(model.parameters())) == count
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["norm.weight"]
+
+
+@one_of_four
+def test_a_deep_copy_is_a_sharded_model_of_its_own():
+    model = simple_fsdp(tiny_llama(tie_embeddings=True), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    twin = copy.deepcopy(model)
+    assert type(twin) is type(model)
+    assert twin.output.weight is twin.tok_embeddings.weight
+    assert twin.output.weight is not model.output.weight
+    with torch.no_grad():
+        twin.norm.weight.fill_(3)
+        assert model.norm.weight.to_local().eq(1).all()  # type: ignore[attr-defined]
+    assert twin(torch.zeros(1, 4, dtype=torch.long)).dtype is torch.bfloat16
+    with pytest.raises(ValueError, match="already"):
+        simple_fsdp(twin)
+
+
+@one_of_four
+def test_attributes_of_parameters_are_kept():
+    model = nn.Linear(2, 8)
+    model.weight.no_weight_decay = True  # type: ignore[attr-defined]
+    assert simple_fsdp(model).weight.no_weight_decay
+
+
+@one_of_four
+def test_models_with_other_policies_do_not_mix():
+    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16), MixedPrecisionPolicy(torch.float16)]
+    models = [simple_fsdp(nn.Linear(4, 8), mp_policy=policy) for policy in policies]
+    assert [model(torch.zeros(1, 4)).dtype for model in models] == [torch.float32, torch.bfloat16, torch.float16]
+    assert len({type(model) for model in models[1:]}) == 1, "instances share a class, or repeated blocks recompile"
+
+
+@one_of_four
+def test_mixed_precision_casts_weights_inputs_and_outputs_but_not_shards():
+    seen = []
+
+    class Linear(nn.Linear):
+        def forward(self, x, scale):
+            seen.extend([x.dtype, scale["scale"].dtype, scale["index"].dtype, self.weight.dtype])
+            return super().forward(x)
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
+    model = simple_fsdp(Linear(4, 8), mp_policy=policy)
+    out = model(torch.zeros(1, 4), scale={"scale": torch.ones(1), "index": torch.ones(1, dtype=torch.long)})
+    assert seen == [torch.bfloat16, torch.bfloat16, torch.int64, torch.bfloat16]
+    assert out.dtype is torch.float64
+    out.sum().backward()
+    assert model.weight.dtype is model.weight.grad.dtype is torch.float32  # type: ignore[union-attr]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    size=st.integers(1, 6),
+    transposed=st.booleans(),
+)
+def test_shards_are_the_chunks_of_the_whole(shape, size, transposed):
+    torch.manual_seed(0)
+    whole = torch.randn(shape)
+    if transposed:
+        whole = whole.transpose(0, -1)
+    chunks = list(whole.chunk(size)) if whole.shape[0] else []
+    chunks += [whole.new_empty(0, *whole.shape[1:])] * (size - len(chunks))
+    for rank in range(size):
+        with fake_group(size, rank):
+            holder = nn.Module()
+            holder.weight = nn.Parameter(whole.clone())
+            weight = simple_fsdp(holder).weight
+            assert weight.shape == whole.shape
+            torch.testing.assert_close(weight.to_local(), chunks[rank], rtol=0, atol=0)
+            assert weight.to_local().is_contiguous()
+
+
+def test_without_a_process_group():
+    with pytest.raises(RuntimeError, match=re.escape("init_process_group()")):
+        simple_fsdp(nn.Linear(2, 2))
+
+
+@one_of_four
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"mode": "fuly_shard"}, ValueError, "unknown mode 'fuly_shard'; did you mean 'fully_shard'"),
+        ({"mode": "replicate"}, NotImplementedError, "mode 'replicate' is not there yet"),
+        ({"mode": "hybrid_shard"}, NotImplementedError, "mode 'hybrid_shard' is not there yet"),
+        ({"mesh": "cpu"}, TypeError, "mesh: expected a DeviceMesh or None, found str"),
+        ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy: expected torch.distributed.fsdp.MixedPrecisionPolicy"),
+        ({"reshard_after_forward": 2}, TypeError, "reshard_after_forward: expected True, False or {glob: bool}"),
+        ({"reshard_after_forward": {"bias": 1}}, TypeError, "reshard_after_forward: expected {glob: bool}"),
+        ({"reshard_after_forward": "auto"}, NotImplementedError, "reshard_after_forward='auto' needs a planner"),
+        (
+            {"reshard_after_forward": {"wieght": False}},
+            ValueError,
+            "reshard_after_forward: unknown pattern 'wieght'; did you mean 'weight'",
+        ),
+        ({"gradient_divide_factor": 2.0}, NotImplementedError, "gradient_divide_factor=2.0: not there yet"),
+        ({"ignored_params": []}, NotImplementedError, "ignored_params=[]: not there yet"),
+        ({"shard_placement_fn": Shard}, NotImplementedError, "shard_placement_fn="),
+    ],
+)
+def test_bad_arguments_are_named(arguments, error, message):
+    model = nn.Linear(2, 8)
+    with pytest.raises(error, match=re.escape(message)):
+        simple_fsdp(model, **arguments)
+    assert not isinstance(model.weight, DTensor), "nothing may be changed"
+
+
+@one_of_four
+@pytest.mark.parametrize("model", [None, torch.zeros(2), nn.Linear])
+def test_something_that_is_not_a_module(model):
+    with pytest.raises(TypeError, match=re.escape("model: expected a torch.nn.Module")):
+        simple_fsdp(model)
+
+
+@one_of_four
+def test_a_list_of_modules_is_no_model():
+    with pytest.raises(TypeError, match="ModuleList has no forward"):
+        simple_fsdp(nn.ModuleList([nn.Linear(2, 2)]))
+
+
+@one_of_four
+def test_meshes_of_too_many_dimensions_or_another_device():
+    with pytest.raises(NotImplementedError, match=re.escape("2 dimensions mean mode 'hybrid_shard'")):
+        simple_fsdp(nn.Linear(2, 2), init_device_mesh("cpu", (2, 2)))
+    with pytest.raises(ValueError, match=re.escape("found 3 dimensions, expected 1 (fully_shard) or 2")):
+        simple_fsdp(nn.Linear(2, 2), init_device_mesh("cpu", (2, 2, 1)))
+    with pytest.raises(ValueError, match=re.escape("found 2 dimensions, mode 'fully_shard' needs 1")):
+        simple_fsdp(nn.Linear(2, 2), init_device_mesh("cpu", (2, 2)), mode="fully_shard")
+    mesh = init_device_mesh("cpu", (4,))
+    mesh._device_type = "cuda"
+    with pytest.raises(ValueError, match=re.escape("weight: found on device 'cpu', but mesh is on 'cuda'")):
+        simple_fsdp(nn.Linear(2, 2), mesh)
+
+
+@one_of_four
+def test_wrapping_twice_or_a_part_of_a_wrapped_model():
+    model = simple_fsdp(tiny_llama())
+    for part, name in ((model, "tok_embeddings.weight"), (model.layers[0], "attention.wq.weight")):
+        with pytest.raises(ValueError, match=f"{name}: is sharded by simple_fsdp already"):
+            simple_fsdp(part)
+
+
+@one_of_four
+def test_parameters_that_cannot_be_sharded():
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match="scale: a 0-dim parameter has no dim to shard"):
+        simple_fsdp(model)
+    model = nn.Linear(2, 8)
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), init_device_mesh("cpu", (4,)), [Shard(0)]))
+    with pytest.raises(NotImplementedError, match="weight: is a DTensor already"):
+        simple_fsdp(model)
+
+
+@one_of_four
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_called_inside_torch_compile(fullgraph):
+    model = nn.Linear(2, 8)
+
+    @torch.compile(backend="eager", fullgraph=fullgraph)
+    def shard_and_run(x):
+        simple_fsdp(model)
+        return model(x)
+
+    with pytest.raises(Exception, match="inside torch.compile"):
+        shard_and_run(torch.zeros(1, 2))
+    assert not isinstance(model.weight, DTensor)
+
+
+@one_of_four
+def test_a_parameter_assigned_after_sharding_is_refused():
+    model = simple_fsdp(nn.Linear(2, 8))
+    model.weight = nn.Parameter(torch.zeros(8, 2))
+    with pytest.raises(RuntimeError, match="weight: found a Parameter where simple_fsdp had put a DTensor shard"):
+        model(torch.zeros(1, 2))
+
+
+@one_of_four
+def test_attribute_errors_while_reading_are_not_swallowed(monkeypatch):
+    model = simple_fsdp(nn.Linear(2, 8))
+
+    def fails(*_args):
+        raise AttributeError("planted")
+
+    monkeypatch.setattr("simplefsdp.parametrization.unshard", fails)
+    with pytest.raises(RuntimeError, match="reading 'weight' failed: planted"):
+        model(torch.zeros(1, 2))
+
+
+def test_every_rank_of_a_default_mesh_takes_part():
+    with fake_group(3, 2):
+        mesh = simple_fsdp(nn.Linear(2, 7)).weight.device_mesh  # type: ignore[union-attr]
+        assert mesh.size() == dist.get_world_size() == 3

@@ -1,0 +1,139 @@
+"""``backend="simplefsdp"``: how it is found, which options it takes, and what enters the compile cache's key."""
+
+import logging
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from simplefsdp import simple_fsdp
+from simplefsdp.backend import Options, parse_options, passes_for
+from tests.models import batch, tiny_llama
+
+one_of_four = pytest.mark.usefixtures("one_of_four")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"plna": "block"}, ValueError, "unknown option 'plna'; did you mean 'plan'?"),
+        ({"plan": "blocks"}, ValueError, "unknown plan 'blocks'; did you mean 'block'?"),
+        ({"plan": "greedy"}, NotImplementedError, "option 'plan'='greedy': not there yet"),
+        ({"plan": ["layers.*"]}, NotImplementedError, "option 'plan'=['layers.*']: not there yet"),
+        ({"memory_budget": "60GiB"}, NotImplementedError, "option 'memory_budget'='60GiB': needs a planner"),
+        ({"profile": "h100.json"}, NotImplementedError, "option 'profile'='h100.json': needs a planner"),
+        ({"lower_with": "eager"}, ValueError, "option 'lower_with': unknown lowering 'eager'; did you mean 'aot_eager'"),
+        ({"report_dir": 3}, TypeError, "option 'report_dir': expected a path, found 3"),
+        ({"inductor": ["x"]}, TypeError, "option 'inductor': expected a dict"),
+        ({"inductor": {"max_autotnue": True}}, ValueError, "unknown Inductor option 'max_autotnue'; did you mean"),
+        (
+            {"inductor": {"post_grad_custom_post_pass": None}},
+            ValueError,
+            "option 'inductor': 'post_grad_custom_post_pass' is used by simplefsdp itself",
+        ),
+    ],
+)
+def test_bad_options_are_named(options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        parse_options(options)
+
+
+@one_of_four
+def test_a_bad_option_is_an_error_of_the_first_call():
+    model = torch.compile(simple_fsdp(nn.Linear(2, 8)), backend="simplefsdp", options={"plna": "block"})
+    with pytest.raises(Exception, match="unknown option 'plna'; did you mean 'plan'"):
+        model(torch.zeros(1, 2))
+
+
+def test_options_have_defaults():
+    assert parse_options(None) == Options(plan="auto", lower_with="inductor", report_dir=None)
+
+
+def test_the_backend_is_an_entry_point_and_found_without_importing_the_package():
+    (entry,) = entry_points(group="torch_dynamo_backends", name="simplefsdp")
+    assert entry.value == "simplefsdp.backend:simplefsdp"
+    code = "import torch; assert 'simplefsdp' in torch.compiler.list_backends()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@one_of_four
+def test_the_default_plan_says_what_it_means(caplog):
+    from simplefsdp.backend import _say_what_auto_is
+
+    _say_what_auto_is.cache_clear()
+    model = torch.compile(simple_fsdp(nn.Linear(2, 8)), backend="simplefsdp", options={"lower_with": "aot_eager"})
+    with caplog.at_level(logging.WARNING, "simplefsdp"):
+        model(torch.zeros(1, 2))
+    assert "plan='auto' means 'block'" in caplog.text
+
+
+@one_of_four
+def test_compile_in_place():
+    model = simple_fsdp(tiny_llama())
+    model.compile(backend="simplefsdp", fullgraph=True, options={"plan": "block", "lower_with": "aot_eager"})
+    model(*batch(0, 0)).backward()
+    assert list(model.state_dict()) == list(tiny_llama().state_dict())
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@one_of_four
+def test_inductor_options_reach_inductor():
+    seen = []
+
+    class Spy:
+        def __call__(self, graph):
+            seen.append(len(graph.nodes))
+
+        def uuid(self):
+            return None
+
+    torch._dynamo.reset()
+    model = simple_fsdp(nn.Linear(2, 8))
+    options = {"plan": "block", "inductor": {"post_grad_custom_pre_pass": Spy()}}
+    torch.compile(model, backend="simplefsdp", options=options)(torch.zeros(1, 2))
+    assert seen
+
+
+def _key(policy=None, options=None, frozen=None, reshard=True):
+    model = simple_fsdp(tiny_llama(), mp_policy=policy, reshard_after_forward=reshard)
+    return passes_for(list(model.parameters()), parse_options(options)).uuid()
+
+
+@one_of_four
+def test_the_cache_key_holds_what_the_passes_depend_on():
+    assert _key() == _key()
+    # The policy is in the graph, so it need not be in the key.
+    assert _key(MixedPrecisionPolicy(torch.bfloat16)) == _key()
+    different = [_key(), _key(options={"plan": "none"}), _key(reshard=False), _key(reshard={"layers.0.*": False})]
+    assert len(set(different)) == len(different)
+
+
+@one_of_four
+def test_a_report_shows_each_graph_before_and_after_each_pass(tmp_path):
+    torch._dynamo.reset()
+    model = simple_fsdp(tiny_llama())
+    options = {"plan": "block", "report_dir": str(tmp_path)}
+    for _ in range(2):  # the second time the caches are warm, and must not hide the passes
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="simplefsdp", options=options, fullgraph=True)
+        compiled(*batch(0, 0)).backward()
+        written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.txt"))
+        assert written == [
+            "graph_0_0/1_joint_before_identify.txt",
+            "graph_0_0/2_joint_after_identify.txt",
+            "graph_0_0/3_forward_before_bucket.txt",
+            "graph_0_0/4_forward_after_bucket.txt",
+            "graph_0_0/5_backward_before_bucket.txt",
+            "graph_0_0/6_backward_after_bucket.txt",
+        ]
+        before, after = ((tmp_path / written[i]).read_text() for i in (4, 5))
+        assert before.count("reduce_scatter_tensor.default(") == 30
+        assert after.count("reduce_scatter_tensor.default(") == 5
+        assert "# layers.1.attention.wq.weight, layers.1.attention.wk.weight" in after
+        for path in tmp_path.rglob("*.txt"):
+            path.unlink()
