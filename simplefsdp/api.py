@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,13 @@ from .parametrization import State, parametrize
 from .plan import blocks
 from .sharding import ShardedModel, ShardedParameter, shard
 
+Model = TypeVar("Model", bound=nn.Module)
+
 _MODES = ("fully_shard", "hybrid_shard", "replicate")
 
 
 def simple_fsdp(
-    model: nn.Module,
+    model: Model,
     mesh: DeviceMesh | None = None,
     *,
     mode: str | None = None,
@@ -30,7 +33,7 @@ def simple_fsdp(
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     gradient_divide_factor: float | None = None,
-) -> nn.Module:
+) -> Model:
     """Shard ``model``'s parameters over the ranks of ``mesh``, in place, and return it.
 
     Each parameter becomes a ``DTensor`` shard along dim 0 (uneven and empty shards included) under its own name:

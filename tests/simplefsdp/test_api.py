@@ -26,7 +26,7 @@ def test_it_shards_in_place_and_returns_the_same_module():
     model = tiny_llama()
     assert simple_fsdp(model) is model
     assert all(isinstance(p, DTensor) and isinstance(p, nn.Parameter) for p in model.parameters())
-    assert {p.placements for p in model.parameters()} == {(Shard(0),)}  # type: ignore[attr-defined]
+    assert {p.placements for p in model.parameters()} == {(Shard(0),)}
 
 
 @one_of_four
@@ -99,7 +99,7 @@ def test_a_deep_copy_is_a_sharded_model_of_its_own():
     assert twin.output.weight is not model.output.weight
     with torch.no_grad():
         twin.norm.weight.fill_(3)
-        assert model.norm.weight.to_local().eq(1).all()  # type: ignore[attr-defined]
+        assert model.norm.weight.to_local().eq(1).all()
     assert twin(torch.zeros(1, 4, dtype=torch.long)).dtype is torch.bfloat16
     with pytest.raises(ValueError, match="already"):
         simple_fsdp(twin)
@@ -108,7 +108,7 @@ def test_a_deep_copy_is_a_sharded_model_of_its_own():
 @one_of_four
 def test_attributes_of_parameters_are_kept():
     model = nn.Linear(2, 8)
-    model.weight.no_weight_decay = True  # type: ignore[attr-defined]
+    model.weight.no_weight_decay = True
     assert simple_fsdp(model).weight.no_weight_decay
 
 
@@ -135,7 +135,7 @@ def test_mixed_precision_casts_weights_inputs_and_outputs_but_not_shards():
     assert seen == [torch.bfloat16, torch.bfloat16, torch.int64, torch.bfloat16]
     assert out.dtype is torch.float64
     out.sum().backward()
-    assert model.weight.dtype is model.weight.grad.dtype is torch.float32  # type: ignore[union-attr]
+    assert model.weight.dtype is model.weight.grad.dtype is torch.float32
 
 
 @settings(max_examples=40, deadline=None)
@@ -252,7 +252,7 @@ def test_called_inside_torch_compile(fullgraph):
         simple_fsdp(model)
         return model(x)
 
-    with pytest.raises(Exception, match="inside torch.compile"):
+    with pytest.raises(Exception, match=re.escape("called inside torch.compile")):
         shard_and_run(torch.zeros(1, 2))
     assert not isinstance(model.weight, DTensor)
 
@@ -279,5 +279,5 @@ def test_attribute_errors_while_reading_are_not_swallowed(monkeypatch):
 
 def test_every_rank_of_a_default_mesh_takes_part():
     with fake_group(3, 2):
-        mesh = simple_fsdp(nn.Linear(2, 7)).weight.device_mesh  # type: ignore[union-attr]
+        mesh = simple_fsdp(nn.Linear(2, 7)).weight.device_mesh
         assert mesh.size() == dist.get_world_size() == 3

@@ -27,7 +27,11 @@ one_of_four = pytest.mark.usefixtures("one_of_four")
         ({"plan": ["layers.*"]}, NotImplementedError, "option 'plan'=['layers.*']: not there yet"),
         ({"memory_budget": "60GiB"}, NotImplementedError, "option 'memory_budget'='60GiB': needs a planner"),
         ({"profile": "h100.json"}, NotImplementedError, "option 'profile'='h100.json': needs a planner"),
-        ({"lower_with": "eager"}, ValueError, "option 'lower_with': unknown lowering 'eager'; did you mean 'aot_eager'"),
+        (
+            {"lower_with": "eager"},
+            ValueError,
+            "option 'lower_with': unknown lowering 'eager'; did you mean 'aot_eager'",
+        ),
         ({"report_dir": 3}, TypeError, "option 'report_dir': expected a path, found 3"),
         ({"inductor": ["x"]}, TypeError, "option 'inductor': expected a dict"),
         ({"inductor": {"max_autotnue": True}}, ValueError, "unknown Inductor option 'max_autotnue'; did you mean"),
@@ -99,7 +103,7 @@ def test_inductor_options_reach_inductor():
     assert seen
 
 
-def _key(policy=None, options=None, frozen=None, reshard=True):
+def _key(policy=None, options=None, reshard=True):
     model = simple_fsdp(tiny_llama(), mp_policy=policy, reshard_after_forward=reshard)
     return passes_for(list(model.parameters()), parse_options(options)).uuid()
 

@@ -1,0 +1,152 @@
+"""Which collective belongs to which parameter, and the merging of repeated ones."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+from inductor_passes._compat import parameter_gradients, parameter_inputs
+from inductor_passes.collectives import gathers, identify, reductions
+from simplefsdp import simple_fsdp
+from tests.graphs import ALL_GATHER, REDUCE_SCATTER, WAIT, capture, copy, fqns, nodes
+from tests.models import batch, tiny_llama
+
+pytestmark = pytest.mark.usefixtures("one_of_four")
+
+
+def test_every_collective_of_a_llama_carries_its_fqn():
+    model = simple_fsdp(tiny_llama(layers=2), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    captured = capture(model, *batch(0, 0))
+    names = sorted(name for name, _ in model.named_parameters())
+    for graph, target, found in (
+        (captured.forward, ALL_GATHER, gathers(captured.forward)),
+        (captured.backward, REDUCE_SCATTER, reductions(captured.backward)),
+    ):
+        assert sorted(fqn for (fqn,) in fqns(graph, target)) == names
+        assert sorted(fqn for collective in found for fqn in collective.fqns) == names
+
+
+def test_a_name_follows_from_the_parameter_and_not_from_position_or_module():
+    class Shuffled(nn.Module):
+        """Reads its weights in another order than it registers them, from a module that does not own them."""
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(3, n, bias=False) for n in (5, 6, 7))
+
+        def forward(self, x):
+            return x @ self.c.weight.sum(0) + x @ self.a.weight.sum(0) + x @ self.b.weight.sum(0)
+
+    captured = capture(simple_fsdp(Shuffled()), torch.zeros(2, 3))
+    rows = {node.meta["simplefsdp_fqns"]: node.meta["val"].shape[0] for node in nodes(captured.forward, ALL_GATHER)}
+    assert rows == {("c.weight",): 8, ("a.weight",): 8, ("b.weight",): 8}  # padded to a multiple of 4
+    assert fqns(captured.forward, ALL_GATHER) == [("c.weight",), ("a.weight",), ("b.weight",)]
+
+
+class Repeats(nn.Module):
+    """One weight, read three times: by itself, within a checkpointed region, and through another module."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6, bias=False)
+        self.second = nn.Linear(6, 6, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        x = checkpoint(self.first, x.relu(), use_reentrant=False)
+        return x @ self.first.weight + self.second(x)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_parameter_read_several_times_is_gathered_and_reduced_once(dtype):
+    model = simple_fsdp(Repeats(), mp_policy=MixedPrecisionPolicy(dtype, torch.float32 if dtype else None))
+    captured = capture(model, torch.ones(2, 6))
+    assert len(nodes(captured.joint, ALL_GATHER)) == len(nodes(captured.joint, REDUCE_SCATTER)) == 3
+    for graph, target in (
+        (captured.forward, ALL_GATHER),
+        (captured.backward, ALL_GATHER),
+        (captured.backward, REDUCE_SCATTER),
+    ):
+        assert fqns(graph, target) == [("first.weight",)]
+
+
+def test_repeated_gradients_are_summed_in_their_own_dtype_before_the_one_reduction():
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    captured = capture(simple_fsdp(Repeats(), mp_policy=policy), torch.ones(2, 6))
+    (reduction,) = reductions(captured.backward)
+    (cast,) = [node for node in (reduction.input, *reduction.input.all_input_nodes) if "_to_copy" in node.name]
+    total = cast.all_input_nodes[0]
+    assert total.target is torch.ops.aten.add.Tensor
+    assert total.meta["val"].dtype is torch.bfloat16
+    (left, right) = total.all_input_nodes
+    assert torch.ops.aten.add.Tensor in (left.target, right.target), "three gradients, two additions"
+
+
+def test_an_inference_graph_gathers_a_repeated_parameter_once():
+    model = simple_fsdp(Repeats())
+    with torch.no_grad():
+        captured = capture(model, torch.ones(2, 6))
+    assert len(nodes(captured.joint, ALL_GATHER)) == 3
+    assert fqns(captured.forward, ALL_GATHER) == [("first.weight",)]
+    assert len(nodes(captured.forward, WAIT)) == 1
+
+
+def test_collectives_of_the_user_are_left_alone():
+    group = dist.group.WORLD.group_name
+
+    class Gathers(nn.Linear):
+        def forward(self, x):
+            x = super().forward(x)
+            x = torch.ops._c10d_functional.all_gather_into_tensor(x, 4, group)
+            return torch.ops._c10d_functional.wait_tensor(x) @ self.weight
+
+    captured = capture(simple_fsdp(Gathers(4, 8, bias=False)), torch.zeros(2, 4), plan="block")
+    assert sorted(fqns(captured.forward, ALL_GATHER)) == [(), ("weight",)]
+
+
+def test_a_frozen_parameter_has_no_reduction():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    model[0].requires_grad_(False)
+    captured = capture(simple_fsdp(model), torch.zeros(2, 4))
+    assert sorted(fqns(captured.backward, REDUCE_SCATTER)) == [("1.bias",), ("1.weight",)]
+
+
+def test_a_parameter_that_is_not_read_is_not_gathered():
+    model = nn.Linear(4, 8)
+    model.unused = nn.Parameter(torch.zeros(8))
+    captured = capture(simple_fsdp(model), torch.zeros(2, 4))
+    assert sorted(fqns(captured.forward, ALL_GATHER)) == [("bias",), ("weight",)]
+
+
+def test_identifying_twice_changes_nothing():
+    captured = capture(simple_fsdp(Repeats()), torch.ones(2, 6))
+    graph = copy(captured.joint)
+    identify(graph, captured.params)
+    once = [node.name for node in graph.nodes]
+    assert identify(graph, captured.params) == []
+    assert [node.name for node in graph.nodes] == once
+
+
+def test_a_gradient_that_is_not_a_reduction_is_reported():
+    captured = capture(simple_fsdp(nn.Linear(4, 8)), torch.zeros(2, 4))
+    graph = copy(captured.joint)
+    (index, gradient) = next(iter(parameter_gradients(graph).items()))
+    with graph.inserting_after(gradient):
+        decayed = graph.call_function(torch.ops.aten.add.Tensor, (gradient, parameter_inputs(graph)[index]))
+    decayed.meta = dict(gradient.meta)
+    graph.output_node().replace_input_with(gradient, decayed)
+    assert identify(graph, captured.params) == [captured.params[index].fqn]
+
+
+def test_both_lowerings_understand_the_chains_of_uneven_shards():
+    """The last rank of four holds no row of five: its chain starts at an empty shard."""
+    from tests.ranks import fake_group
+
+    dist.destroy_process_group()
+    with fake_group(4, rank=3):
+        captured = capture(simple_fsdp(nn.Linear(4, 5)), torch.zeros(2, 4))
+        assert sorted(fqns(captured.forward, ALL_GATHER)) == [("bias",), ("weight",)]
+        assert sorted(fqns(captured.backward, REDUCE_SCATTER)) == [("bias",), ("weight",)]
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=4)

@@ -1,0 +1,260 @@
+"""Compiled models on two ranks: the collectives that really run, and models that do not fit one static graph."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from simplefsdp import simple_fsdp
+from tests.models import batch, local, tiny_llama, train
+from tests.ranks import Ranks
+
+AOT_EAGER = {"lower_with": "aot_eager", "plan": "block"}
+INDUCTOR = {"plan": "block"}
+PARAMETERS, BLOCKS = 30, 5  # of tiny_llama; its buckets
+
+
+def compiled(model: nn.Module, options: dict[str, Any], **kwargs: Any) -> Callable[..., Any]:
+    return torch.compile(model, backend="simplefsdp", options=options, **kwargs)
+
+
+def collectives_run(fn: Callable[[], Any]) -> tuple[int, int]:
+    """All-gathers and reduce-scatters executed by ``fn``."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fn()
+    names = [event.name for event in profile.events() or []]
+    kinds = ("all_gather_into_tensor", "reduce_scatter_tensor")
+    return tuple(names.count(f"_c10d_functional::{kind}") for kind in kinds)  # type: ignore[return-value]
+
+
+def step_counts(model: nn.Module, forward: Callable[..., Tensor]) -> list[tuple[int, int]]:
+    """What forward, backward and a forward without gradients run."""
+    tokens, targets = batch(0, dist.get_rank())
+    forward(tokens, targets).backward()  # compile
+    losses: list[Tensor] = []
+    counts = [
+        collectives_run(lambda: losses.append(forward(tokens, targets))),
+        collectives_run(lambda: losses[0].backward()),
+    ]
+    model.eval()
+    with torch.no_grad():
+        forward(tokens, targets)
+        counts.append(collectives_run(lambda: forward(tokens, targets)))
+    model.train()
+    return counts
+
+
+@pytest.mark.parametrize("lower_with", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("checkpointing", ["none", "block", "selective"])
+def test_each_bucket_is_gathered_once_a_direction(two_ranks: Ranks, lower_with: str, checkpointing: str) -> None:
+    two_ranks.run(_gathered_once, {"lower_with": lower_with, "plan": "block"}, checkpointing)
+
+
+def _gathered_once(options: dict[str, Any], checkpointing: str) -> None:
+    model = simple_fsdp(tiny_llama(activation_checkpointing=checkpointing))
+    counts = step_counts(model, compiled(model, options, fullgraph=True))
+    # The embedding, a bucket of its own, is not needed in backward.
+    assert counts == [(BLOCKS, 0), (BLOCKS - 1, BLOCKS), (BLOCKS, 0)]
+
+
+@pytest.mark.parametrize("lower_with", ["inductor", "aot_eager"])
+def test_without_a_plan_each_parameter_is_gathered_by_itself(two_ranks: Ranks, lower_with: str) -> None:
+    two_ranks.run(_by_itself, {"lower_with": lower_with, "plan": "none"})
+
+
+def _by_itself(options: dict[str, Any]) -> None:
+    model = simple_fsdp(tiny_llama(tie_embeddings=True))
+    assert len(list(model.parameters())) == PARAMETERS - 1
+    counts = step_counts(model, compiled(model, options, fullgraph=True))
+    # The tied weight is read twice and, in backward, needed by the output: 29 each way, in inference too.
+    assert counts == [(PARAMETERS - 1, 0), (PARAMETERS - 1, PARAMETERS - 1), (PARAMETERS - 1, 0)]
+
+
+def test_switching_resharding_holds_with_a_warm_cache() -> None:
+    """The second pair of processes finds the first one's artifacts of both settings, and must not mix them up."""
+    with tempfile.TemporaryDirectory() as cache:
+        runs = []
+        for _ in range(2):
+            ranks = Ranks(2)
+            try:
+                runs.append(ranks.run(_switch, cache))
+            finally:
+                ranks.close()
+    # Three buckets: what precedes the one block, the block, what follows it.
+    kept, resharded = [(3, 0), (0, 3), (3, 0)], [(3, 0), (2, 3), (3, 0)]
+    matrices = 7 + 1  # of the block and the output
+    for counts, saved, _ in runs[0] + runs[1]:
+        assert counts == [resharded, kept, resharded]
+        assert saved == [0, matrices, 0]
+    assert [hits > 0 for _, _, hits in runs[1]] == [True, True]
+
+
+def _switch(cache: str) -> Any:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    torch._dynamo.utils.counters.clear()
+    counts, saved = [], []
+    for reshard in (True, False, True):
+        torch._dynamo.reset()
+        model = simple_fsdp(tiny_llama(layers=1), reshard_after_forward=reshard)
+        forward = compiled(model, INDUCTOR, fullgraph=True)
+        counts.append(step_counts(model, forward))
+        saved.append(len(whole_weights_saved(model, forward)))
+    hits = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+    return counts, saved, hits
+
+
+def whole_weights_saved(model: nn.Module, forward: Callable[..., Tensor]) -> list[tuple[int, ...]]:
+    """Shapes of whole matrices among what autograd saves in a forward, transposed or not."""
+    whole = {tuple(sorted(p.shape)) for p in model.parameters() if p.ndim == 2}
+    shapes: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward(*batch(0, dist.get_rank()))
+    assert shapes
+    return [shape for shape in shapes if len(shape) == 2 and tuple(sorted(shape)) in whole]
+
+
+def test_frozen_parameters_are_not_reduced(two_ranks: Ranks) -> None:
+    two_ranks.run(_frozen)
+
+
+def _frozen() -> None:
+    model = tiny_llama()
+    for name, param in model.named_parameters():
+        param.requires_grad_("layers.1." in name)
+    simple_fsdp(model)
+    counts = step_counts(model, compiled(model, {"lower_with": "aot_eager", "plan": "none"}, fullgraph=True))
+    assert [reductions for _, reductions in counts] == [0, 9, 0]
+    assert {n for n, p in model.named_parameters() if p.grad is not None} == {
+        n for n, p in model.named_parameters() if p.requires_grad
+    }
+
+
+class Broken(nn.Module):
+    """Graph breaks between blocks and inside one, and a weight that is read where nothing is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, 12)
+        self.layers = nn.ModuleList(BreaksInside() for _ in range(2))
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 12))
+        self.head = nn.Linear(12, 30, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        x = self.rescale(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+    @torch._dynamo.disable
+    def rescale(self, x: Tensor) -> Tensor:
+        assert not hasattr(self.scale, "placements"), "inside of a call a parameter is whole"
+        return x * self.scale
+
+
+class BreaksInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 20), nn.Linear(20, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        torch._dynamo.graph_break()
+        return x + self.down(hidden.relu())
+
+
+@pytest.mark.parametrize("options", [AOT_EAGER, INDUCTOR])
+def test_graph_breaks(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    two_ranks.run(_graph_breaks, options)
+
+
+def _graph_breaks(options: dict[str, Any]) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return simple_fsdp(Broken())
+
+    eager, model = build(), build()
+    expected = train(eager, eager, 3, dist.get_rank())
+    found = train(model, compiled(model, options), 3, dist.get_rank())
+    tolerance = 0 if options is AOT_EAGER else 1e-5
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("options", [AOT_EAGER, INDUCTOR])
+def test_evaluation_other_batch_sizes_and_growing_lengths(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    two_ranks.run(_shapes, options)
+
+
+def _shapes(options: dict[str, Any]) -> None:
+    torch._dynamo.utils.counters.clear()
+    model = simple_fsdp(tiny_llama())
+    forward = compiled(model, options)
+    tokens = torch.arange(4 * 16).remainder(30).view(4, 16)
+    for batch_size in (2, 4, 3, 1):
+        gradients = []
+        for call in (forward, model):
+            model.zero_grad()
+            call(tokens[:batch_size], tokens[:batch_size]).backward()
+            gradients.append(local(model.output.weight.grad).clone())
+        torch.testing.assert_close(*gradients)
+    model.eval()
+    with torch.no_grad():
+        for length in range(3, 14):
+            torch.testing.assert_close(forward(tokens[:1, :length]), model(tokens[:1, :length]))
+    # Static, dynamic and of size 1 with gradients; static and dynamic without.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
+
+
+@pytest.mark.parametrize("options", [AOT_EAGER, INDUCTOR])
+def test_two_models_with_their_own_policies_and_the_same_names_in_one_graph(
+    two_ranks: Ranks, options: dict[str, Any]
+) -> None:
+    two_ranks.run(_two_models, options)
+
+
+def _two_models(options: dict[str, Any]) -> None:
+    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)]
+
+    def build() -> list[nn.Module]:
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6)) for _ in policies]
+        return [simple_fsdp(model, mp_policy=policy) for model, policy in zip(models, policies, strict=True)]
+
+    def distill(student: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
+        return (student(x) - teacher(x)).square().mean()
+
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    results = []
+    for forward in (distill, torch.compile(distill, backend="simplefsdp", options=options, fullgraph=True)):
+        models = build()
+        loss = forward(models[0], models[1], x)
+        loss.backward()
+        results.append([loss, *(local(p.grad) for model in models for p in model.parameters())])
+    tolerance = 0 if options is AOT_EAGER else 1e-3
+    torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)
+
+
+def test_blocks_compiled_one_by_one_share_their_code(two_ranks: Ranks) -> None:
+    two_ranks.run(_regional)
+
+
+def _regional() -> None:
+    torch._dynamo.utils.counters.clear()
+    eager, model = simple_fsdp(tiny_llama()), simple_fsdp(tiny_llama())
+    for layer in model.layers:
+        layer.compile(backend="simplefsdp", options=AOT_EAGER, fullgraph=True)
+    expected = train(eager, eager, 2, dist.get_rank())
+    torch.testing.assert_close(train(model, model, 2, dist.get_rank()), expected, rtol=0, atol=0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
