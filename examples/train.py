@@ -99,8 +99,9 @@ def main() -> None:
     model.eval()
     log.print(f"validation loss {validate(compiled, held_out, args, device):.3f}")
     log.print("sample:", *sample(compiled, args, device).splitlines(), sep="\n    ")
-    save_checkpoint(args.out / "checkpoint", model, optimizer, args.steps)
-    log.print(f"checkpoint in {args.out / 'checkpoint'}; to train on from it:\n    {resume_line(args)}")
+    checkpoint = args.out / f"checkpoint_{args.steps}"
+    save_checkpoint(checkpoint, model, optimizer, args.steps)
+    log.print(f"checkpoint in {checkpoint}; to train on from it:\n    {resume_line(checkpoint, args)}")
     dist.destroy_process_group()
 
 
@@ -168,11 +169,11 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     return state["step"]
 
 
-def resume_line(args: argparse.Namespace) -> str:
+def resume_line(checkpoint: Path, args: argparse.Namespace) -> str:
     """A command that takes the run on for as many steps again."""
     python = os.path.relpath(sys.executable)
     launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(dist.get_world_size())]
-    more = ["--resume", str(args.out / "checkpoint"), "--steps", str(2 * args.steps)]  # the last of a flag counts
+    more = ["--resume", str(checkpoint), "--steps", str(2 * args.steps)]  # the last of a flag counts
     return shlex.join([*launch, "-m", "examples.train", *sys.argv[1:], *more])
 
 
@@ -188,7 +189,7 @@ class Log:
 
     def print(self, *values: object, sep: str = " ") -> None:
         if self.rank == 0:
-            print(*values, sep=sep, flush=True)
+            tqdm.write(sep.join(map(str, values)), file=sys.stdout)
 
     def step(self, step: int, loss: float, norm: Tensor, lr: float, seconds: float, tokens: Tensor) -> None:
         norm_value = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()  # a collective: on all ranks

@@ -1,0 +1,104 @@
+"""The trainer, as a user starts it: on two ranks through torchrun."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples import data
+
+LAUNCH = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "examples.train",
+]
+SMALL = ["--batch-size", "2", "--seq-len", "32", "--sample", "5"]
+
+
+def train(*flags: str, launch: list[str] = LAUNCH) -> str:
+    """What a run prints."""
+    done = subprocess.run([*launch, *flags], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def losses(folder: Path) -> list[float]:
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics] == list(range(len(metrics)))
+    assert all(m["tokens_per_s"] > 0 and m["peak_memory_bytes"] > 0 and m["grad_norm"] > 0 for m in metrics)
+    return [m["loss"] for m in metrics]
+
+
+def test_the_line_that_a_run_prints_resumes_it_bitwise(tmp_path):
+    # Within the warm-up the learning rate does not depend on the number of steps.
+    flags = [*SMALL, "--warmup", "100", "--lower-with", "aot_eager"]
+    train(*flags, "--steps", "6", "--out", str(tmp_path / "whole"))
+    report = tmp_path / "report"
+    printed = train(*flags, "--steps", "3", "--out", str(tmp_path / "parts"), "--report-dir", str(report))
+    assert (report / "graph_0_0" / "6_backward_after_bucket.txt").exists()
+    assert re.search(r"^validation loss \d+\.\d{3}$", printed, re.MULTILINE)
+    assert re.search(r"^sample:\n +def ", printed, re.MULTILINE)
+    assert (tmp_path / "parts" / "checkpoint_3" / ".metadata").exists()
+    *_, line = printed.strip().splitlines()
+    train(launch=shlex.split(line))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--mixed-precision", "bf16", "--activation-checkpointing", "selective"],
+        ["--lower-with", "aot_eager", "--activation-checkpointing", "block", "--keep-unsharded", "--plan", "none"],
+    ],
+)
+def test_options_learn_a_repetitive_text(tmp_path, flags):
+    text = tmp_path / "text"
+    text.write_bytes(b"abcdefgh" * 500)
+    out = tmp_path / "out"
+    printed = train(*flags, *SMALL, "--data", str(text), "--out", str(out), "--steps", "20", "--warmup", "2")
+    assert losses(out)[0] > 5
+    found = re.search(r"^validation loss (\S+)$", printed, re.MULTILINE)
+    assert found
+    assert float(found[1]) < 2.5
+
+
+def test_the_default_text_is_python_and_none_of_it_is_in_both_parts():
+    files = data.find_files(None)
+    assert len(files) > 100
+    assert all(path.suffix == ".py" for path in files)
+    text, held_out = data.load(None, 256)
+    assert len(text) + len(held_out) == sum(path.stat().st_size for path in files)
+    assert len(held_out) > len(text) / 50
+
+
+def test_text_may_be_a_file_a_folder_or_a_glob(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i:02}.txt").write_bytes(bytes([i]) * 10)
+    (tmp_path / "other.md").write_bytes(b"x" * 10)
+    text, held_out = data.load(str(tmp_path / "*.txt"), 5)
+    assert sorted(set(held_out.tolist())) == [19, 39]
+    assert sorted(set(text.tolist())) == [i for i in range(40) if i not in (19, 39)]
+    assert len(data.find_files(str(tmp_path))) == 41
+    text, held_out = data.load(str(tmp_path / "00.txt"), 0)
+    assert (len(text), len(held_out)) == (9, 1)
+
+
+def test_too_little_text_is_said(tmp_path):
+    with pytest.raises(SystemExit, match="--data .*nothing: 0 files leave 0 bytes of training text"):
+        data.load(str(tmp_path / "nothing"), 5)
+
+
+def test_crops_are_followed_by_their_targets():
+    text = data.load(None, 256)[0][:100]
+    tokens, targets = data.crops(text, starts=text.new_tensor([0, 7]).long(), seq_len=5)
+    assert tokens.tolist() == [text[0:5].tolist(), text[7:12].tolist()]
+    assert targets.tolist() == [text[1:6].tolist(), text[8:13].tolist()]

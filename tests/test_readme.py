@@ -1,0 +1,51 @@
+"""The README says nothing that is not so."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_two_lines_train_on_two_ranks(tmp_path):
+    (script,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert "print" not in script
+    path = tmp_path / "script.py"
+    path.write_text(script.replace("dist.destroy_process_group()", "print(f'loss {loss:.3f}', flush=True)"))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*launch, str(path)], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [float(loss) for loss in re.findall(r"^loss (\S+)$", done.stdout, re.MULTILINE)]
+    assert len(found) == 2
+    assert all(0 < loss < 1.2 for loss in found)
+
+
+def test_every_command_is_a_target():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = set(re.findall(r"make (\w+)", README))
+    assert {"train", "test", "lint", "bench"} <= commands <= targets
+
+
+def test_every_row_of_the_table_names_tests_that_exist():
+    tests = set(re.findall(r"def (test_\w+)", "".join(p.read_text() for p in (ROOT / "tests").rglob("test_*.py"))))
+    table = README.split("## What works today")[1].split("## Measured")[0]
+    rows = [line for line in table.splitlines() if line.startswith("|")][2:]
+    assert len(rows) > 10
+    for row in rows:
+        state, shown_by = row.strip("|").split("|")[-2:]
+        named = re.findall(r"`(test_\w+)`", shown_by)
+        assert named or "not" in state or "tested" in state, row
+        assert set(named) <= tests, row
+
+
+def test_every_file_named_exists():
+    named = set(re.findall(r"[`(]((?:simplefsdp|inductor_passes|examples|benchmarks)/[\w/]+\.py)", README))
+    assert len(named) >= 10
+    assert all((ROOT / name).exists() for name in named)
+
+
+def test_every_source_file_is_named():
+    files = {f"{d}/{p.name}" for d in ("simplefsdp", "inductor_passes") for p in (ROOT / d).glob("[a-z]*.py")}
+    assert {name for name in files if name not in README} == set()
