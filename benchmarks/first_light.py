@@ -17,13 +17,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -44,7 +43,8 @@ def fsdp2_eager(model: Llama) -> Callable[..., Tensor]:
     for layer in model.layers:
         fully_shard(layer)
     fully_shard([model.norm, model.output])
-    return fully_shard(model)
+    fully_shard(model)
+    return model
 
 
 def fsdp2_compiled(model: Llama) -> Callable[..., Tensor]:
@@ -104,7 +104,7 @@ def peak_bytes(system: System, tokens: Tensor) -> int:
     resident = system.resident_bytes()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         system.step(tokens)
-    events: Any = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events: Any = profile.profiler.kineto_results.events()
     changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
     assert changes, "the profiler saw no allocation"
     alive = peak = 0

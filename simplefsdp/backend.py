@@ -36,12 +36,12 @@ from inductor_passes.recompute import tag
 from inductor_passes.report import Report
 
 from ._messages import unknown
-from .plan import BucketPlan, block_plan, no_plan
+from .plan import Buckets, block_buckets, single_buckets
 from .sharding import ShardedModel, ShardedParameter
 
 log = logging.getLogger("simplefsdp")
 
-_PLANS: dict[str, Callable[[tuple[str, ...]], BucketPlan]] = {"auto": block_plan, "block": block_plan, "none": no_plan}
+_PLANS = {"auto": block_buckets, "block": block_buckets, "none": single_buckets}
 _LATER_PLANS = ("greedy",)
 _LOWERINGS = ("inductor", "aot_eager")
 
@@ -58,8 +58,8 @@ class Options:
     profile: None = None
     """Not there yet."""
     report_dir: str | None = None
-    """Folder for the graphs before and after each pass, as text, written by rank 0. Turns off the compile cache
-    for this compilation: a cached artifact has no passes to show."""
+    """Folder for the graphs before and after each pass, as text, written by rank 0, which then does not use
+    the compile cache: a cached artifact has no passes to show."""
     lower_with: str = "inductor"
     """``"aot_eager"``: no decompositions and no fusion, the same collectives; for numerics work."""
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class Passes:
     """The passes of one compilation, with all that they depend on."""
 
     params: dict[int, GraphParameter]
-    buckets: tuple[tuple[str, ...], ...]
+    buckets: Buckets
     report: Report | None
 
     def on_joint(self, graph: Graph) -> None:
@@ -206,9 +206,7 @@ def passes_for(example_inputs: Sequence[Any], options: Options) -> Passes:
     models: list[ShardedModel] = list(dict.fromkeys(info.model for info in found.values()))
     prefix = {model: f"model{i}:" if len(models) > 1 else "" for i, model in enumerate(models)}
     buckets = [
-        tuple(prefix[model] + fqn for fqn in fqns)
-        for model in models
-        for fqns in _PLANS[options.plan](model.fqns).buckets
+        tuple(prefix[model] + fqn for fqn in fqns) for model in models for fqns in _PLANS[options.plan](model.fqns)
     ]
     params = {
         index: GraphParameter(prefix[info.model] + info.fqn, info.reshard_after_forward)

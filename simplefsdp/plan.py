@@ -1,21 +1,9 @@
 """Wrap plans: which parameters share a collective. Pure data over FQNs."""
 
-import hashlib
-import json
-from dataclasses import dataclass
 from itertools import groupby
 
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """A request resolved against one model: the FQNs of each bucket, in packing order."""
-
-    buckets: tuple[tuple[str, ...], ...]
-
-    @property
-    def hash(self) -> str:
-        """Hex digest of the contents; equal plans have equal hashes in every process."""
-        return hashlib.sha256(json.dumps(self.buckets).encode()).hexdigest()
+Buckets = tuple[tuple[str, ...], ...]
+"""The FQNs of each bucket, in packing order; every parameter of a model is in one."""
 
 
 def block_of(fqn: str) -> str | None:
@@ -32,14 +20,14 @@ def blocks(fqns: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(block for fqn in fqns if (block := block_of(fqn)) is not None))
 
 
-def block_plan(fqns: tuple[str, ...]) -> BucketPlan:
+def block_buckets(fqns: tuple[str, ...]) -> Buckets:
     """One bucket per repeated block and one for each run of parameters before, between and after the blocks.
 
     ``fqns`` are all parameters of a model in registration order, which is also the packing order (as in FSDP2).
     """
-    return BucketPlan(tuple(tuple(run) for _, run in groupby(fqns, key=block_of)))
+    return tuple(tuple(run) for _, run in groupby(fqns, key=block_of))
 
 
-def no_plan(fqns: tuple[str, ...]) -> BucketPlan:
+def single_buckets(fqns: tuple[str, ...]) -> Buckets:
     """A bucket for each parameter."""
-    return BucketPlan(tuple((fqn,) for fqn in fqns))
+    return tuple((fqn,) for fqn in fqns)

@@ -93,7 +93,7 @@ def test_text_may_be_a_file_a_folder_or_a_glob(tmp_path):
 
 
 def test_too_little_text_is_said(tmp_path):
-    with pytest.raises(SystemExit, match="--data .*nothing: 0 files leave 0 bytes of training text"):
+    with pytest.raises(SystemExit, match=r"--data .*nothing: 0 files leave 0 bytes of training text"):
         data.load(str(tmp_path / "nothing"), 5)
 
 
