@@ -45,25 +45,27 @@ def parse_arguments() -> argparse.Namespace:
     add("--warmup", type=int, default=30, help="steps of linear warm-up before the cosine decay")
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
     add("--seed", type=int, default=0)
-    add("--mixed-precision", choices=["none", "bf16", "fp16"], default="none", help="dtype of compute and gathers")
+    add("--mixed-precision", choices=["none", "bf16"], default="none", help="dtype of compute and gathers")
     add("--activation-checkpointing", choices=["none", "block", "selective"], default="none")
     add("--keep-unsharded", action="store_true", help="reshard_after_forward=False: more memory, no second gather")
     add("--plan", default="block", help="bucketing plan of the backend")
     add("--lower-with", choices=["inductor", "aot_eager"], default="inductor")
     add("--report-dir", help="where the backend writes its graphs")
     add("--sample", type=int, default=200, help="bytes of text to generate at the end")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.resume and not args.resume.is_dir():
+        parser.error(f"--resume {args.resume}: no such checkpoint")
+    return args
 
 
 def main() -> None:
     args = parse_arguments()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu", int(os.environ.get("LOCAL_RANK", 0)))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     train_text, held_out = data.load(args.data, args.seq_len)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
     torch.manual_seed(args.seed)  # every rank starts from the same weights
     model = llama.build(
@@ -108,8 +110,7 @@ def main() -> None:
 def mixed_precision(args: argparse.Namespace) -> MixedPrecisionPolicy:
     if args.mixed_precision == "none":
         return MixedPrecisionPolicy()
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.mixed_precision]
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def random_batch(text: Tensor, step: int, args: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,9 @@
 from collections import Counter
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from simplefsdp import simple_fsdp
 from tests.graphs import ALL_GATHER, PARTITIONERS, REDUCE_SCATTER, capture, fqns, whole_weights_among_outputs
@@ -51,6 +54,25 @@ def test_the_setting_is_taken_per_parameter(partitioner):
     )
     gathered_again = {name.split(".")[1] for name in _counts(captured.backward, ALL_GATHER)}
     assert gathered_again == {"0"}
+
+
+class Shared(nn.Module):
+    """One weight in two checkpointed regions."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x):
+        x = checkpoint(self.linear, x.relu(), use_reentrant=False)
+        return checkpoint(self.linear, x.relu(), use_reentrant=False)
+
+
+@pytest.mark.parametrize("partitioner", PARTITIONERS)
+def test_a_weight_shared_by_two_checkpointed_regions_is_not_saved(partitioner):
+    captured = capture(simple_fsdp(Shared()), torch.ones(2, 6), partitioner=partitioner)
+    assert fqns(captured.forward, ALL_GATHER) == fqns(captured.backward, ALL_GATHER) == [("linear.weight",)]
+    assert whole_weights_among_outputs(captured.forward) == []
 
 
 def test_switching_the_setting_in_one_process_takes_effect():
