@@ -30,13 +30,9 @@ _aten = torch.ops.aten
 
 def bucket(graph: Graph, buckets: Sequence[Sequence[str]]) -> None:
     """Merge gathers and reductions, each within its bucket (lists of FQNs in packing order)."""
-    gather_buckets = _members(gathers(graph), buckets)
-    reduction_buckets = _members(reductions(graph), buckets)
-    if not gather_buckets and not reduction_buckets:
-        return
-    for members in gather_buckets:
+    for members in _members(gathers(graph), buckets):
         _merge_gathers(graph, members)
-    for members in reduction_buckets:
+    for members in _members(reductions(graph), buckets):
         _merge_reductions(graph, members)
     # The results of a merged reduction are there later than the members' were: their users move behind it.
     stable_topological_sort(graph)
