@@ -1,14 +1,18 @@
 """Which collective belongs to which parameter, and the merging of repeated ones."""
 
+import operator
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
 from inductor_passes._compat import parameter_gradients, parameter_inputs
-from inductor_passes.collectives import gathers, identify, reductions
+from inductor_passes.collectives import gathers, identify, reductions, unary
 from simplefsdp import simple_fsdp
 from tests.graphs import ALL_GATHER, REDUCE_SCATTER, WAIT, capture, copy, fqns, nodes
 from tests.models import batch, tiny_llama
@@ -138,3 +142,29 @@ def test_a_gradient_that_is_not_a_reduction_is_reported():
     decayed.meta = dict(gradient.meta)
     graph.output_node().replace_input_with(gradient, decayed)
     assert identify(graph, captured.params) == [captured.params[index].fqn]
+
+
+def test_a_chain_goes_on_through_what_computes_tensors_from_one_node():
+    aten = torch.ops.aten
+    graph = Graph()
+    with FakeTensorMode() as mode:
+        x, y = (graph.placeholder(name) for name in "xy")
+        for node in (x, y):
+            node.meta["val"] = mode.from_tensor(torch.ones(4, 2))
+        cases = [
+            (aten.t.default, (x,), True),
+            (aten.add.Tensor, (x, 1), True),
+            (aten.split.Tensor, (x, 2), True),
+            (aten.add.Tensor, (x, y), False),
+            (aten.bernoulli.default, (x,), False),
+            (ALL_GATHER, (x, 4, "0"), False),
+            (aten.sym_size.int, (x, 0), False),
+        ]
+        for target, args, expected in cases:
+            node = graph.call_function(target, args)
+            node.meta["val"] = target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
+            assert unary(node) is expected, target
+            if target is aten.split.Tensor:
+                item = graph.call_function(operator.getitem, (node, 0))
+                item.meta["val"] = node.meta["val"][0]
+                assert unary(item)
