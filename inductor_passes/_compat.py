@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     PlainAOTInput,
@@ -27,16 +28,18 @@ from torch.utils.checkpoint import CheckpointPolicy
 __all__ = [
     "CheckpointPolicy",
     "CustomGraphPass",
-    "Partitioner",
+    "CustomPartitionerFn",
+    "Halves",
     "compile_id",
+    "functorch_config",
     "get_hash_for_files",
     "inductor_options",
     "inside_torch_compile",
     "is_backward",
+    "min_cut_rematerialization_partition",
     "opaque_objects_last",
     "parameter_gradients",
     "parameter_inputs",
-    "partition",
     "skip_code",
     "stable_topological_sort",
 ]
@@ -94,24 +97,6 @@ def _is_tangent(desc: object) -> bool:
     while isinstance(desc, SubclassGetAttrAOTInput):
         desc = desc.base
     return isinstance(desc, TangentAOTInput)
-
-
-def partition(
-    joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
-) -> tuple[GraphModule, GraphModule]:
-    """``min_cut_rematerialization_partition``, with the order of saved values mended."""
-    halves = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
-    return opaque_objects_last(*halves, num_fwd_outputs)
-
-
-class Partitioner(CustomPartitionerFn):
-    """``partition``, for Inductor's ``custom_partitioner_fn``."""
-
-    def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Halves:
-        return partition(gm, joint_inputs, **kwargs)
-
-    def uuid(self) -> str:
-        return "simplefsdp.partition.1"
 
 
 def opaque_objects_last(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int) -> Halves:

@@ -2,8 +2,8 @@
 
 ::
 
-    shard - unary* - all_gather - wait - ...                     the gather chain of a parameter
-    ... - [cast] - [pad] - reduce_scatter - wait - unary* - gradient      its reduction chain
+    shard - [pad] - [cast] - all_gather - wait - ...                             the gather chain of a parameter
+    full gradient - [cast] - [pad] - reduce_scatter - wait - unary* - gradient   its reduction chain
 
 A chain belongs to a parameter because it starts at the placeholder of its shard, or ends at the output that is
 its shard's gradient, and for no other reason (names and positions of nodes mean nothing). What is found is marked on
@@ -12,7 +12,7 @@ collectives. A collective without a mark belongs to the user and is never touche
 """
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ _WAIT = _c10d.wait_tensor.default
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _PADS = (torch.ops.aten.constant_pad_nd.default,)
 _COPIES = (torch.ops.aten.clone.default,)
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 _ADD = torch.ops.aten.add.Tensor
 
 
@@ -82,20 +83,22 @@ def identify(graph: Graph, params: Mapping[int, GraphParameter]) -> list[str]:
     """
     for index, shard in parameter_inputs(graph).items():
         if index in params:
-            _merge_gathers(params[index], [(g, wait) for g in _reachable(shard) if (wait := _wait_of(g))])
+            _merge_gathers(params[index], _reachable(shard))
+    dtypes = {gather.fqns[0]: gather.node.meta["val"].dtype for gather in gathers(graph)}
     missed = []
     for index, gradient in parameter_gradients(graph).items():
-        if index in params and not _merge_reductions(graph, params[index], gradient):
-            missed.append(params[index].fqn)
+        if index not in params:
+            continue
+        fqn = params[index].fqn
+        if not _merge_reductions(fqn, gradient, dtypes.get(fqn)):
+            missed.append(fqn)
     graph.lint()
     return missed
 
 
-def unary(node: Node) -> bool:
-    """Whether ``node`` computes a tensor (or a tuple of them) from one other node and nothing else."""
-    if node.op != "call_function" or len(node.all_input_nodes) != 1:
-        return False
-    if not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
+def deterministic(node: Node) -> bool:
+    """Whether ``node`` computes a tensor (or a tuple of them) from other nodes and nothing else."""
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is operator.getitem
@@ -103,55 +106,65 @@ def unary(node: Node) -> bool:
     return not (_C10D in node.target.namespace or torch.Tag.nondeterministic_seeded in node.target.tags)
 
 
-def source_chain(node: Node) -> list[Node]:
-    """The unary nodes that lead from a placeholder to ``node``, in order; raises if there is anything else."""
+def source_chain(gather: Node) -> list[Node]:
+    """The pads and casts that lead from a placeholder to ``gather``, in order; raises if there is anything else."""
     chain: list[Node] = []
+    node = gather
     while (node := node.all_input_nodes[0]).op != "placeholder":
-        assert unary(node), f"{node.name}: expected a view, cast or pad of a shard before its all-gather"
+        assert _prepares_a_shard(node), f"{node.name}: expected a pad or cast of a shard before its all-gather"
         chain.insert(0, node)
     return chain
 
 
-def _marked(graph: Graph, target: object) -> list[Collective]:
-    nodes = [n for n in graph.nodes if n.target is target and MARK in n.meta]
-    return [Collective(n.meta[MARK], n, wait) for n in nodes if (wait := _wait_of(n))]
+def _prepares_a_shard(node: Node) -> bool:
+    if node.target in _VIEWS:  # DTensor.to_local takes a view of the same shape
+        return node.meta["val"].shape == node.all_input_nodes[0].meta["val"].shape
+    return node.target in (*_CASTS, *_PADS)
 
 
-def _wait_of(collective: Node) -> Node | None:
-    users = list(collective.users)
-    return users[0] if len(users) == 1 and users[0].target is _WAIT else None
+def _marked(graph: Graph, target: Callable[..., Any]) -> list[Collective]:
+    found = [node for node in graph.find_nodes(op="call_function", target=target) if MARK in node.meta]
+    return [Collective(node.meta[MARK], node, _wait_of(node)) for node in found]
+
+
+def _wait_of(collective: Node) -> Node:
+    (wait,) = collective.users
+    assert wait.target is _WAIT, f"{collective.name}: expected one wait, found {wait.name}"
+    return wait
 
 
 def _reachable(shard: Node) -> list[Node]:
-    """All-gathers reached from ``shard`` through unary nodes, in graph order."""
+    """All-gathers reached from ``shard`` through pads and casts, in graph order."""
     found, pending = [], list(shard.users)
     while pending:
         node = pending.pop()
         if node.target is _ALL_GATHER:
             found.append(node)
-        elif unary(node):
+        elif _prepares_a_shard(node):
             pending.extend(node.users)
     return sorted(found)
 
 
-def _merge_gathers(param: GraphParameter, found: list[tuple[Node, Node]]) -> None:
-    kept: list[tuple[Node, Node]] = []
-    for gather, wait in found:
+def _merge_gathers(param: GraphParameter, found: list[Node]) -> None:
+    kept: list[Node] = []
+    for gather in found:
         gather.meta[MARK] = (param.fqn,)
-        twin = next((other for other in kept if _same_result(other[0], gather)), None)
+        twin = next((other for other in kept if _same_result(other, gather)), None)
         if twin is None:
-            kept.append((gather, wait))
+            kept.append(gather)
             continue
-        wait.replace_all_uses_with(twin[1])
+        wait = _wait_of(gather)
+        wait.replace_all_uses_with(_wait_of(twin))
         _erase_upwards(wait)
 
 
 def _same_result(a: Node, b: Node) -> bool:
-    return (
-        a.args[1:] == b.args[1:]
-        and a.meta["val"].dtype == b.meta["val"].dtype
-        and [n.target for n in source_chain(a)] == [n.target for n in source_chain(b)]
-    )
+    return a.args[1:] == b.args[1:] and list(map(_step, source_chain(a))) == list(map(_step, source_chain(b)))
+
+
+def _step(node: Node) -> tuple:
+    """What a unary node does to its input."""
+    return node.target, node.args[1:], node.kwargs
 
 
 def _erase_upwards(node: Node) -> None:
@@ -166,73 +179,78 @@ def _erase_upwards(node: Node) -> None:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """One reduction chain: ``grad`` enters at the first of ``nodes``, the last one is the shard's gradient."""
+    """One reduction chain: what may stand before the scatter, and what leads from it to the shard's gradient."""
 
-    grad: Node
-    nodes: tuple[Node, ...]
-    scatter: Node
+    before: tuple[Node, ...]
+    after: tuple[Node, ...]
+    """The scatter itself first."""
 
 
-def _merge_reductions(graph: Graph, param: GraphParameter, gradient: Node) -> bool:
-    """Mark the reduction that ``gradient`` comes from; where it is a sum of reductions, reduce the sum instead."""
-    chains = list(_reductions_summed_in(gradient))
-    if not chains or None in chains:
-        return False
+def _merge_reductions(fqn: str, gradient: Node, dtype: torch.dtype | None) -> bool:
+    """Mark the reduction that ``gradient`` comes from; where it is a sum of reductions, reduce the sum instead.
+
+    ``dtype`` is that of the gathered weight, and so of the full gradient.
+    """
+    chains = [_reduction_ending_at(term, dtype) for term in _terms(gradient)]
     found = [chain for chain in chains if chain is not None]
+    if len(found) != len(chains) or len({tuple(map(_step, chain.after)) for chain in found}) != 1:
+        return False
+    scatter = found[0].after[0]
     if len(found) > 1:
-        if len({_signature(chain) for chain in found}) != 1:
-            return False
-        with graph.inserting_before(gradient):
-            total = _sum_of_grads(gradient)
-            copies = {found[-1].grad: total}
-            for node in found[-1].nodes:
-                copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
-        result = copies[found[-1].nodes[-1]]
+        scatter, result = _reduce_the_sum(gradient, found)
         gradient.replace_all_uses_with(result)
         _erase_tree(gradient)
-        copies[found[-1].scatter].meta[MARK] = (param.fqn,)
-        return True
-    found[0].scatter.meta[MARK] = (param.fqn,)
+    scatter.meta[MARK] = (fqn,)
     return True
 
 
-def _reductions_summed_in(node: Node) -> Iterator[_Reduction | None]:
+def _terms(node: Node) -> list[Node]:
+    """The nodes that ``node`` is the sum of, in order."""
     if node.target is _ADD and len(node.all_input_nodes) == 2 and not node.kwargs:
-        for term in node.args:
-            yield from _reductions_summed_in(term)  # type: ignore[arg-type]
-    else:
-        yield _reduction_ending_at(node)
+        return [term for summand in node.all_input_nodes for term in _terms(summand)]
+    return [node]
 
 
-def _reduction_ending_at(last: Node) -> _Reduction | None:
-    nodes = [last]
-    while unary(nodes[0]):
-        nodes.insert(0, nodes[0].all_input_nodes[0])
-    if nodes[0].target is not _WAIT:
+def _reduction_ending_at(last: Node, dtype: torch.dtype | None) -> _Reduction | None:
+    after = [last]
+    while deterministic(after[0]) and len(after[0].all_input_nodes) == 1:
+        after.insert(0, after[0].all_input_nodes[0])
+    if after[0].target is not _WAIT or after[0].all_input_nodes[0].target is not _REDUCE_SCATTER:
         return None
-    scatter = nodes[0].all_input_nodes[0]
-    if scatter.target is not _REDUCE_SCATTER:
-        return None
-    nodes.insert(0, scatter)
+    after.insert(0, after[0].all_input_nodes[0])
+    before: list[Node] = []
     for targets in (_COPIES, _PADS, _CASTS):
-        producer = nodes[0].args[0]
-        if isinstance(producer, Node) and producer.target in targets and len(producer.users) == 1:
-            nodes.insert(0, producer)
-    return _Reduction(nodes[0].args[0], tuple(nodes), scatter)  # type: ignore[arg-type]
+        node = (before or after)[0].all_input_nodes[0]
+        if node.target not in targets or len(node.users) != 1:
+            continue
+        if targets is _CASTS and node.all_input_nodes[0].meta["val"].dtype is not dtype:
+            continue  # a cast of the user's (autocast): the gradient of the weight is what comes out of it
+        before.insert(0, node)
+    return _Reduction(tuple(before), tuple(after))
 
 
-def _signature(chain: _Reduction) -> tuple:
-    # dtype of the gradients included: they are added before the first cast
-    steps = tuple((n.target, tuple(a for a in n.args if not isinstance(a, Node | list))) for n in chain.nodes)
-    return chain.grad.meta["val"].dtype, chain.grad.meta["val"].shape, steps
+def _reduce_the_sum(gradient: Node, chains: list[_Reduction]) -> tuple[Node, Node]:
+    """The scatter of the sum of the chains' full gradients, and what replaces ``gradient``.
+
+    The sum is taken before whatever all chains do alike, in the order in which the reduced gradients were added.
+    """
+    alike = min(len(chain.before) for chain in chains)
+    while any(_step(chain.before[-k]) != _step(chains[0].before[-k]) for chain in chains for k in range(1, alike + 1)):
+        alike -= 1
+    kept = [(*chain.before[len(chain.before) - alike :], *chain.after) for chain in chains]
+    grads = dict(zip(_terms(gradient), (nodes[0].all_input_nodes[0] for nodes in kept), strict=True))
+    with gradient.graph.inserting_before(gradient):
+        total = _sum(gradient, grads)
+        copies = {kept[-1][0].all_input_nodes[0]: total}
+        for node in kept[-1]:
+            copies[node] = gradient.graph.node_copy(node, lambda n: copies[n])
+    return copies[chains[-1].after[0]], copies[kept[-1][-1]]
 
 
-def _sum_of_grads(node: Node) -> Node:
-    if node.target is not _ADD:
-        chain = _reduction_ending_at(node)
-        assert chain is not None
-        return chain.grad
-    left, right = (_sum_of_grads(term) for term in node.args)  # type: ignore[arg-type]
+def _sum(node: Node, grads: dict[Node, Node]) -> Node:
+    if node in grads:
+        return grads[node]
+    left, right = (_sum(term, grads) for term in node.all_input_nodes)
     total = node.graph.call_function(_ADD, (left, right))
     total.meta = {**node.meta, "val": left.meta["val"]}
     return total

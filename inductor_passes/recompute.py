@@ -2,9 +2,10 @@
 
 [Note: the whole chain]
 ``shard - cast - all_gather - wait - [slice] - view*`` is tagged up to the last node that depends on nothing but
-the gathered weight. With a shorter tag a partitioner saves what comes after it, and a transposed view of a full
-weight is a full weight. The tag overrides what the user's activation checkpointing put on these nodes: resharding
-is this library's decision, and under either a parameter is gathered at most once in backward.
+gathered weights: a transposed view, ``1 + weight``, a concatenation of two. With a shorter tag a partitioner saves
+what comes after it, and a transposed view of a full weight is a full weight. The tag overrides what the user's
+activation checkpointing put on these nodes: resharding is this library's decision, and under either a parameter is
+gathered at most once in backward.
 """
 
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from torch.fx import Graph, Node
 
 from ._compat import CheckpointPolicy
-from .collectives import GraphParameter, gathers, source_chain, unary
+from .collectives import GraphParameter, deterministic, gathers, source_chain
 
 # The partitioner saves what lies between two checkpointed regions: a recomputed node whose user has a larger id.
 _LAST_REGION = sys.maxsize
@@ -26,18 +27,19 @@ def tag(graph: Graph, params: Mapping[int, GraphParameter]) -> None:
     ``min_cut_rematerialization_partition`` and ``default_partition`` both obey.
     """
     reshard = {param.fqn: param.reshard for param in params.values()}
+    weights: set[Node] = set()
     for gather in gathers(graph):
-        chain = [*source_chain(gather.node), gather.node, gather.wait, *_views(gather.wait)]
-        for node in chain:
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = _LAST_REGION
+        _recompute(*source_chain(gather.node), gather.node, gather.wait)
+        weights.add(gather.wait)
         if not reshard[gather.fqns[0]]:
             gather.wait.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    for node in graph.nodes:
+        if deterministic(node) and node.all_input_nodes and weights.issuperset(node.all_input_nodes):
+            _recompute(node)
+            weights.add(node)
 
 
-def _views(node: Node) -> list[Node]:
-    found = []
-    for user in node.users:
-        if unary(user):
-            found += [user, *_views(user)]
-    return found
+def _recompute(*nodes: Node) -> None:
+    for node in nodes:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = _LAST_REGION

@@ -5,8 +5,9 @@ from collections.abc import Iterable
 
 
 def unknown(kind: str, name: object, valid: Iterable[str]) -> str:
-    """'unknown <kind> <name>', the nearest valid name if there is one, and all of them."""
+    """'unknown <kind> <name>', the nearest valid name if there is one, and those that are valid."""
     names = list(valid)
     near = difflib.get_close_matches(str(name), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown {kind} {name!r}{hint} (valid: {', '.join(map(repr, names))})"
+    shown = ", ".join(map(repr, names[:20])) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+    return f"unknown {kind} {name!r}{hint} (valid: {shown})"

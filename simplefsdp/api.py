@@ -128,10 +128,7 @@ def _shard_modules(
         own: dict[str, ShardedParameter] = {}
         for attribute, param in module._parameters.items():
             if param is not None:
-                new, own[attribute] = sharded[id(param)]
-                module._parameters[attribute] = new
-                # The backend finds a graph input's facts by the identity of the parameter.
-                new.simple_fsdp_info = own[attribute]  # type: ignore[attr-defined]
+                module._parameters[attribute], own[attribute] = sharded[id(param)]
         parametrize(
             module,
             State(

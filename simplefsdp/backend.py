@@ -23,15 +23,16 @@ from torch.fx import Graph, GraphModule
 import inductor_passes
 from inductor_passes._compat import (
     CustomGraphPass,
-    Partitioner,
+    CustomPartitionerFn,
+    Halves,
     compile_id,
     get_hash_for_files,
     inductor_options,
     is_backward,
-    partition,
 )
 from inductor_passes.bucket import bucket
 from inductor_passes.collectives import GraphParameter, identify
+from inductor_passes.partition import partition
 from inductor_passes.recompute import tag
 from inductor_passes.report import Report
 
@@ -114,14 +115,14 @@ def simplefsdp(
     passes = passes_for(example_inputs, parsed)
     if parsed.lower_with == "aot_eager":
         return _aot_eager(gm, example_inputs, passes)
-    slots = dict(zip(_PASS_SLOTS, (_OnJoint(passes), Partitioner(), _OnEachHalf(passes)), strict=True))
+    slots = dict(zip(_PASS_SLOTS, (_OnJoint(passes), _Partitioner(), _OnEachHalf(passes)), strict=True))
     from torch._inductor.compile_fx import compile_fx  # seconds to import, so not before it is needed
 
     return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches={**parsed.inductor, **slots}))
 
 
 def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], passes: "Passes") -> Callable[..., Any]:
-    def tag_and_partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    def tag_and_partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> Halves:
         passes.on_joint(joint.graph)
         return partition(joint, inputs, **kwargs)
 
@@ -191,6 +192,14 @@ class _OnJoint(CustomGraphPass):
         return self.passes.uuid()
 
 
+class _Partitioner(CustomPartitionerFn):
+    def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Halves:
+        return partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> bytes:
+        return _source_hash()
+
+
 class _OnEachHalf(_OnJoint):
     def __call__(self, graph: Graph) -> None:
         self.passes.on_each_half(graph)
@@ -220,8 +229,8 @@ def passes_for(example_inputs: Sequence[Any], options: Options) -> Passes:
 
 @functools.cache
 def _source_hash() -> bytes:
-    folder = Path(inductor_passes.__path__[0])
-    return get_hash_for_files(tuple(sorted(str(path) for path in folder.glob("*.py"))))
+    files = [Path(__file__), *Path(inductor_passes.__path__[0]).glob("*.py")]
+    return get_hash_for_files(tuple(sorted(map(str, files))))
 
 
 @functools.cache

@@ -5,11 +5,11 @@ A module that holds sharded parameters becomes an instance of a subclass that ha
 The parameters themselves stay in ``module._parameters`` under their own names, so ``state_dict``,
 ``named_parameters``, optimizers and checkpoints see DTensors and nothing else. The property returns
 
-- inside a call of any sharded module, and while torch.compile traces: the full weight (one all-gather);
+- inside a call of any sharded module, in backward, and while torch.compile traces: the full weight (one all-gather);
 - elsewhere: the shard, as an ordinary attribute would. Initialisation, ``repr`` or a read on rank 0 alone must not
   communicate.
 
-Reads are counted per thread, since the backward of a checkpointed region calls modules from autograd's threads.
+Calls are counted per thread.
 """
 
 import functools
@@ -37,7 +37,7 @@ _calls = _Calls()
 
 @dataclass(frozen=True)
 class State:
-    """What a sharded module knows besides its class. Immutable: copies of the module share it."""
+    """What a sharded module knows besides its class."""
 
     params: dict[str, ShardedParameter]
     """By attribute name; empty where only modules below hold parameters."""
@@ -45,9 +45,6 @@ class State:
     """Dtype that floating-point arguments of ``forward`` are cast to."""
     cast_output: torch.dtype | None = None
     """Dtype that floating-point results of ``forward`` are cast to."""
-
-    def __deepcopy__(self, memo: dict) -> "State":
-        return self
 
 
 class ShardedModule(nn.Module):
@@ -65,15 +62,40 @@ class ShardedModule(nn.Module):
         finally:
             _calls.depth -= 1
 
+    def _apply(self, fn, recurse=True):
+        result = super()._apply(fn, recurse)
+        attach(self)
+        return result
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        super()._load_from_state_dict(*args, **kwargs)
+        attach(self)
+
 
 # Otherwise Dynamo would take this frame for the top of the graph, and the count would be lost where the graph breaks
 # further down: what runs between two graphs must still see that it is inside a call.
 skip_code(ShardedModule.__call__.__code__)
 
 
+def attach(module: nn.Module) -> None:
+    """Put what is known of its parameters on them, where the backend looks for it by a graph input's identity.
+
+    ``module.to()``, ``to_empty()`` and ``load_state_dict(assign=True)`` exchange parameters or what is on them.
+    """
+    state: Any = module._simple_fsdp
+    for name, info in state.params.items():
+        if isinstance(param := module._parameters.get(name), DTensor):
+            param.simple_fsdp_info = info
+
+
+def _inside_a_call() -> bool:
+    # The backward of a checkpointed region may call any function of the user's, not only modules.
+    return _calls.depth > 0 or torch._C._current_graph_task_id() != -1
+
+
 def _read(module: ShardedModule, name: str) -> Tensor:
     param = module._parameters[name]
-    if not (torch.compiler.is_compiling() or _calls.depth):
+    if not (torch.compiler.is_compiling() or _inside_a_call()):
         return param  # type: ignore[return-value]
     info = module._simple_fsdp.params[name]
     if not isinstance(param, DTensor):
@@ -130,3 +152,4 @@ def parametrize(module: nn.Module, state: State) -> None:
     casts = state.cast_inputs is not None or state.cast_output is not None
     module._simple_fsdp = state  # type: ignore[assignment]
     module.__class__ = _sharded_class(type(module), tuple(state.params), casts)  # type: ignore[arg-type]
+    attach(module)

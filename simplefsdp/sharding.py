@@ -21,17 +21,14 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True, eq=False)
 class ShardedModel:
-    """One ``simple_fsdp`` call: the FQNs of its sharded parameters, in registration order."""
+    """A model given to ``simple_fsdp``, or a deep copy: the FQNs of its parameters, in registration order."""
 
     fqns: tuple[str, ...]
-
-    def __deepcopy__(self, memo: dict) -> "ShardedModel":
-        return self
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """What one parameter needs to be gathered and reduced. Immutable, so copies of a model share it."""
+    """What one parameter needs to be gathered and reduced."""
 
     fqn: str
     """Name in the model given to ``simple_fsdp``; the first one for a tied parameter."""
@@ -45,9 +42,6 @@ class ShardedParameter:
     """Dtype of the gradient reduction; ``None``: that of the gradient."""
     reshard_after_forward: bool
     """Whether the full weight is dropped after forward and gathered again in backward."""
-
-    def __deepcopy__(self, memo: dict) -> "ShardedParameter":
-        return self
 
 
 def shard(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
@@ -73,13 +67,21 @@ def unshard(param: Tensor, info: ShardedParameter) -> Tensor:
     """The full weight of a sharded parameter, in ``param_dtype``; its gradient returns averaged over the ranks."""
     assert isinstance(param, DTensor)
     return _Unshard.apply(
-        param.to_local(), param.shape[0], info.param_dtype, info.reduce_dtype, info.group_name, info.group_size
+        param.to_local(),
+        param.shape[0],
+        info.param_dtype,
+        info.reduce_dtype,
+        info.group_name,
+        info.group_size,
+        info.reshard_after_forward,
     )
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, local, rows, param_dtype, reduce_dtype, group_name, group_size):
+    def forward(ctx, local, rows, param_dtype, reduce_dtype, group_name, group_size, _reshard):
+        # _reshard is the backend's business. As an argument it is part of what Dynamo guards compiled code by:
+        # otherwise a model with another setting would be given the code of the first.
         ctx.constants = (local.shape[0], local.dtype, reduce_dtype, group_name, group_size)
         local = _pad_rows(local, -(-rows // group_size))
         if param_dtype is not None:
@@ -101,7 +103,7 @@ class _Unshard(torch.autograd.Function):
             local = local / postdivide
         if local.shape[0] != local_rows:
             local = local[:local_rows]
-        return local.to(dtype), None, None, None, None, None
+        return local.to(dtype), None, None, None, None, None, None
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:

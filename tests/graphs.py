@@ -11,8 +11,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch.fx import Graph, GraphModule, Node
 
-from inductor_passes._compat import opaque_objects_last
 from inductor_passes.collectives import GraphParameter
+from inductor_passes.partition import partition
 from simplefsdp.backend import parse_options, passes_for
 
 PARTITIONERS: dict[str, Callable[..., Any]] = {
@@ -44,11 +44,10 @@ def capture(model: nn.Module, *inputs: Any, plan: str = "none", partitioner: str
         passes = passes_for(example_inputs, parse_options({"plan": plan}))
         captured.params = passes.params
 
-        def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        def tag_and_partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             captured.joint = copy(joint.graph)
             passes.on_joint(joint.graph)
-            forward, backward = PARTITIONERS[partitioner](joint, joint_inputs, **kwargs)
-            halves = opaque_objects_last(forward, backward, kwargs["num_fwd_outputs"])
+            halves = partition(joint, joint_inputs, partitioner=PARTITIONERS[partitioner], **kwargs)
             for half in halves:
                 passes.on_each_half(half.graph)
             captured.forward, captured.backward = (half.graph for half in halves)
@@ -64,7 +63,9 @@ def capture(model: nn.Module, *inputs: Any, plan: str = "none", partitioner: str
         def lower(half: GraphModule, _inputs: Any) -> Any:
             return make_boxed_func(half.forward)
 
-        return aot_autograd(fw_compiler=lower, inference_compiler=infer, partition_fn=partition)(gm, example_inputs)
+        return aot_autograd(fw_compiler=lower, inference_compiler=infer, partition_fn=tag_and_partition)(
+            gm, example_inputs
+        )
 
     torch._dynamo.reset()
     torch.compile(model, backend=backend, fullgraph=True)(*inputs)

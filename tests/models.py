@@ -48,3 +48,18 @@ def local(tensor: Any) -> Tensor:
     """This rank's part of a DTensor, or the tensor itself."""
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole_weights_saved(model: nn.Module, forward: Callable[..., Tensor], *inputs: Tensor) -> list[tuple[int, ...]]:
+    """Shapes of whole matrices of ``model`` among what autograd saves in a forward, transposed or not."""
+    whole = {tuple(sorted(p.shape)) for p in model.parameters() if p.ndim == 2}
+    shapes: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward(*inputs)
+    assert shapes
+    return [shape for shape in shapes if len(shape) == 2 and tuple(sorted(shape)) in whole]

@@ -12,9 +12,9 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
 from inductor_passes._compat import parameter_gradients, parameter_inputs
-from inductor_passes.collectives import gathers, identify, reductions, unary
+from inductor_passes.collectives import deterministic, gathers, identify, reductions
 from simplefsdp import simple_fsdp
-from tests.graphs import ALL_GATHER, REDUCE_SCATTER, WAIT, capture, copy, fqns, nodes
+from tests.graphs import ALL_GATHER, PARTITIONERS, REDUCE_SCATTER, WAIT, capture, copy, fqns, nodes
 from tests.models import batch, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_of_four")
@@ -144,7 +144,7 @@ def test_a_gradient_that_is_not_a_reduction_is_reported():
     assert identify(graph, captured.params) == [captured.params[index].fqn]
 
 
-def test_a_chain_goes_on_through_what_computes_tensors_from_one_node():
+def test_a_chain_goes_on_through_what_computes_tensors_from_nothing_but_nodes():
     aten = torch.ops.aten
     graph = Graph()
     with FakeTensorMode() as mode:
@@ -155,7 +155,7 @@ def test_a_chain_goes_on_through_what_computes_tensors_from_one_node():
             (aten.t.default, (x,), True),
             (aten.add.Tensor, (x, 1), True),
             (aten.split.Tensor, (x, 2), True),
-            (aten.add.Tensor, (x, y), False),
+            (aten.add.Tensor, (x, y), True),
             (aten.bernoulli.default, (x,), False),
             (ALL_GATHER, (x, 4, "0"), False),
             (aten.sym_size.int, (x, 0), False),
@@ -163,8 +163,66 @@ def test_a_chain_goes_on_through_what_computes_tensors_from_one_node():
         for target, args, expected in cases:
             node = graph.call_function(target, args)
             node.meta["val"] = target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
-            assert unary(node) is expected, target
+            assert deterministic(node) is expected, target
             if target is aten.split.Tensor:
                 item = graph.call_function(operator.getitem, (node, 0))
                 item.meta["val"] = node.meta["val"][0]
-                assert unary(item)
+                assert deterministic(item)
+
+
+class UsersCasts(nn.Module):
+    """Reads one weight under autocast, transposed, and as it is: other steps stand before each reduction."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.linear(x)
+        return y.float() + self.linear.weight.t() @ x.t() @ x + x @ self.linear.weight
+
+
+def test_gradients_that_the_user_cast_or_transposed_are_summed_before_the_one_reduction():
+    captured = capture(simple_fsdp(UsersCasts()), torch.ones(6, 6))
+    assert len(nodes(captured.joint, REDUCE_SCATTER)) == 3
+    assert fqns(captured.backward, REDUCE_SCATTER) == [("linear.weight",)]
+    (reduction,) = reductions(captured.backward)
+    assert reduction.input.meta["val"].dtype is torch.float32
+
+
+class GathersItself(nn.Linear):
+    """Two gathers of the user's own, of values computed from a shard."""
+
+    def forward(self, x):
+        weight = self._parameters["weight"]
+        shard, group = weight.to_local(), weight.device_mesh.get_group().group_name
+        doubled, tripled = (torch.ops._c10d_functional.all_gather_into_tensor(shard * k, 4, group) for k in (2, 3))
+        wait = torch.ops._c10d_functional.wait_tensor
+        return super().forward(x) + wait(tripled).sum() - wait(doubled).sum()
+
+
+def test_gathers_of_something_computed_from_a_shard_belong_to_the_user():
+    captured = capture(simple_fsdp(GathersItself(4, 8, bias=False)), torch.zeros(2, 4))
+    assert sorted(fqns(captured.forward, ALL_GATHER)) == [(), (), ("weight",)]
+
+
+class Parallel(nn.Module):
+    """The gradients of both biases are the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + self.a(x.relu()) + self.b(x.sin())
+
+
+@pytest.mark.parametrize("partitioner", PARTITIONERS)
+@pytest.mark.parametrize("plan", ["none", "block"])
+def test_parameters_with_equal_gradients_do_not_share_a_reduction(plan, partitioner):
+    captured = capture(simple_fsdp(Parallel()), torch.ones(2, 6), plan=plan, partitioner=partitioner)
+    reduced = [fqn for carried in fqns(captured.backward, REDUCE_SCATTER) for fqn in carried]
+    assert sorted(reduced) == ["a.bias", "a.weight", "b.bias", "b.weight"]
+    outputs = list(parameter_gradients(captured.backward).values())
+    assert len(set(outputs)) == len(outputs) == 4

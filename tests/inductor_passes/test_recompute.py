@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from simplefsdp import simple_fsdp
 from tests.graphs import ALL_GATHER, PARTITIONERS, REDUCE_SCATTER, capture, fqns, whole_weights_among_outputs
-from tests.models import batch, tiny_llama
+from tests.models import batch, tiny_llama, whole_weights_saved
 
 pytestmark = pytest.mark.usefixtures("one_of_four")
 
@@ -75,10 +75,43 @@ def test_a_weight_shared_by_two_checkpointed_regions_is_not_saved(partitioner):
     assert whole_weights_among_outputs(captured.forward) == []
 
 
-def test_switching_the_setting_in_one_process_takes_effect():
-    counts = []
+class Computed(nn.Module):
+    """Weights that are used only through something computed from them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.scale = (nn.Parameter(torch.ones(6, 6)) for _ in range(3))
+
+    def forward(self, x):
+        x = nn.functional.linear(x.relu(), torch.cat([self.a, self.b]))
+        x = x @ torch.cat([self.a * self.scale, 1 + self.b.float()]).softmax(0)
+        return x.relu() @ (self.scale - self.scale.mean()) / self.scale.std()
+
+
+@pytest.mark.parametrize("partitioner", PARTITIONERS)
+def test_what_is_computed_from_weights_alone_is_not_saved(partitioner):
+    captured = capture(simple_fsdp(Computed()), torch.ones(2, 6), partitioner=partitioner)
+    assert len(fqns(captured.forward, ALL_GATHER)) == len(fqns(captured.backward, ALL_GATHER)) == 3
+    assert whole_weights_among_outputs(captured.forward) == []
+
+
+def test_switching_the_setting_between_models_compiles_anew():
+    """Without a reset: Dynamo must not take the code of one setting for the other."""
+    torch._dynamo.reset()
+    saved = []
     for reshard in (True, False, True):
-        captured = capture(simple_fsdp(tiny_llama(layers=2), reshard_after_forward=reshard), *batch(0, 0))
-        counts.append(len(fqns(captured.backward, ALL_GATHER)))
-    assert counts == [counts[0], 0, counts[0]]
-    assert counts[0] > 0
+        model = simple_fsdp(tiny_llama(layers=1), reshard_after_forward=reshard)
+        options = {"plan": "none", "lower_with": "aot_eager"}
+        compiled = torch.compile(model, backend="simplefsdp", options=options, fullgraph=True)
+        saved.append(len(whole_weights_saved(model, compiled, *batch(0, 0))))
+    assert saved == [0, 8, 0]
+
+
+def test_blocks_compiled_one_by_one_keep_their_own_setting():
+    torch._dynamo.reset()
+    model = simple_fsdp(tiny_llama(layers=3), reshard_after_forward={"layers.1.*": False})
+    for layer in model.layers:
+        layer.compile(backend="simplefsdp", options={"plan": "none", "lower_with": "aot_eager"})
+    assert len(whole_weights_saved(model, model.layers[0], torch.ones(1, 16, 36))) == 0
+    assert len(whole_weights_saved(model, model.layers[1], torch.ones(1, 16, 36))) == 7
+    assert len(whole_weights_saved(model, model.layers[2], torch.ones(1, 16, 36))) == 0

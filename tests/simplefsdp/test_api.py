@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 from examples.llama import Block, Llama
 from simplefsdp import simple_fsdp
@@ -281,3 +282,32 @@ def test_every_rank_of_a_default_mesh_takes_part():
     with fake_group(3, 2):
         mesh = simple_fsdp(nn.Linear(2, 7)).weight.device_mesh
         assert mesh.size() == dist.get_world_size() == 3
+
+
+@one_of_four
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to(torch.float64),
+        lambda model: model.to_empty(device="cpu"),
+        lambda model: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True),
+    ],
+)
+def test_what_the_backend_needs_survives_a_change_of_parameters(change):
+    model = simple_fsdp(tiny_llama(layers=1))
+    change(model)
+    assert [p.simple_fsdp_info.fqn for p in model.parameters()] == [name for name, _ in model.named_parameters()]
+
+
+@one_of_four
+def test_a_checkpointed_function_may_read_a_parameter_by_itself():
+    class Checkpointed(nn.Linear):
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+        def inner(self, x):
+            return (x @ self.weight.t()).relu()
+
+    model = simple_fsdp(Checkpointed(4, 8, bias=False))
+    model(torch.ones(1, 4)).sum().backward()
+    assert model.weight.grad is not None

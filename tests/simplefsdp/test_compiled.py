@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from simplefsdp import simple_fsdp
-from tests.models import batch, local, tiny_llama, train
+from tests.models import batch, local, tiny_llama, train, whole_weights_saved
 from tests.ranks import Ranks
 
 AOT_EAGER = {"lower_with": "aot_eager", "plan": "block"}
@@ -100,28 +100,12 @@ def _switch(cache: str) -> Any:
     torch._dynamo.utils.counters.clear()
     counts, saved = [], []
     for reshard in (True, False, True):
-        torch._dynamo.reset()
         model = simple_fsdp(tiny_llama(layers=1), reshard_after_forward=reshard)
         forward = compiled(model, INDUCTOR, fullgraph=True)
         counts.append(step_counts(model, forward))
-        saved.append(len(whole_weights_saved(model, forward)))
+        saved.append(len(whole_weights_saved(model, forward, *batch(0, dist.get_rank()))))
     hits = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
     return counts, saved, hits
-
-
-def whole_weights_saved(model: nn.Module, forward: Callable[..., Tensor]) -> list[tuple[int, ...]]:
-    """Shapes of whole matrices among what autograd saves in a forward, transposed or not."""
-    whole = {tuple(sorted(p.shape)) for p in model.parameters() if p.ndim == 2}
-    shapes: list[tuple[int, ...]] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        shapes.append(tuple(tensor.shape))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward(*batch(0, dist.get_rank()))
-    assert shapes
-    return [shape for shape in shapes if len(shape) == 2 and tuple(sorted(shape)) in whole]
 
 
 def test_frozen_parameters_are_not_reduced(two_ranks: Ranks) -> None:

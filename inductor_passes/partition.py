@@ -1,0 +1,86 @@
+"""Cut the joint graph into the same forward and backward on every rank.
+
+[Note: ranks must agree]
+torch's partitioners weigh what to save by the sizes of values and by their distance in the graph. On uneven shards both
+depend on the rank: some ranks pad their shard, and an empty one weighs nothing. Ranks then recompute different things
+in backward, gather in different orders, and hang. So while the graph is partitioned, each shard stands for what its
+gather reads (padded and cast, the same shape on every rank), and the steps in between are put back into both halves.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from ._compat import Halves, functorch_config, min_cut_rematerialization_partition, opaque_objects_last
+from .collectives import Collective, gathers, source_chain
+
+_SOURCE = "simplefsdp_source"
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What leads from a shard to its gather, as a graph of its own, and the shard's value."""
+
+    steps: Graph
+    value: Any
+
+
+def partition(
+    joint: GraphModule,
+    inputs: Any,
+    *,
+    num_fwd_outputs: int,
+    partitioner: Callable[..., Halves] = min_cut_rematerialization_partition,
+    **kwargs: Any,
+) -> Halves:
+    """Forward and backward of a joint graph whose gathers are marked and tagged, by one of torch's partitioners."""
+    by_shard: dict[Node, list[Collective]] = {}
+    for gather in gathers(joint.graph):
+        by_shard.setdefault(_shard_of(gather.node), []).append(gather)
+    for shard, found in by_shard.items():
+        if len(found) == 1:  # two gathers that read the same shard in different ways must not look the same
+            _fold(shard, found[0].node)
+    # Two parameters with the same gradient would share one reduction and the memory of its result, and whoever
+    # accumulates into one gradient, or clips it, would change the other.
+    with functorch_config.patch(cse=False):
+        forward, backward = partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+    for half in (forward, backward):
+        for gather in gathers(half.graph):
+            if _SOURCE in gather.node.meta:
+                _unfold(gather.node)
+        half.graph.lint()
+    return opaque_objects_last(forward, backward, num_fwd_outputs)
+
+
+def _shard_of(gather: Node) -> Node:
+    return [gather, *reversed(source_chain(gather))][-1].all_input_nodes[0]
+
+
+def _fold(shard: Node, gather: Node) -> None:
+    """Let ``gather`` read the placeholder, and keep what stood in between with it."""
+    chain = source_chain(gather)
+    steps = Graph()
+    copies = {shard: steps.placeholder("shard")}
+    for node in chain:
+        copies[node] = steps.node_copy(node, lambda n: copies[n])
+    gather.meta[_SOURCE] = _Source(steps, shard.meta["val"])
+    shard.meta["val"] = gather.all_input_nodes[0].meta["val"]
+    gather.replace_input_with(gather.all_input_nodes[0], shard)
+    for node in reversed(chain):
+        if not node.users:
+            node.graph.erase_node(node)
+
+
+def _unfold(gather: Node) -> None:
+    source: _Source = gather.meta.pop(_SOURCE)
+    (shard,) = gather.all_input_nodes
+    shard.meta["val"] = source.value
+    copies: dict[Node, Node] = {}
+    last = shard
+    with gather.graph.inserting_before(gather):
+        for node in source.steps.nodes:
+            last = shard if node.op == "placeholder" else gather.graph.node_copy(node, lambda n: copies[n])
+            copies[node] = last
+    gather.replace_input_with(shard, last)

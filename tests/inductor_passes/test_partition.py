@@ -1,0 +1,125 @@
+"""Every rank gets the same halves, whatever part of the parameters it holds."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+from inductor_passes.collectives import source_chain
+from simplefsdp import simple_fsdp
+from tests.graphs import ALL_GATHER, PARTITIONERS, REDUCE_SCATTER, capture, nodes
+from tests.models import batch, tiny_llama
+from tests.ranks import fake_group
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(6, 18), nn.Linear(6, 6)
+
+    def forward(self, x):
+        weights = zip(self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True)
+        q, k, v = (nn.functional.linear(x, weight, bias) for weight, bias in weights)
+        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v))
+
+
+class Uneven(nn.Module):
+    """On four ranks: shards of 2, 2, 2, 0 and 5, 5, 5, 3 rows. Weighing them by size makes ranks recompute different
+    things, which hung."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 6)
+        self.one = nn.Parameter(torch.zeros(1, 6))
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, tokens):
+        x = self.embed(tokens) * (1 + self.one)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return (self.norm(x) @ self.embed.weight.t()).square().mean()
+
+
+def on_each_rank(fn):
+    results = []
+    for rank in range(4):
+        with fake_group(4, rank):
+            torch.manual_seed(0)
+            results.append(fn(simple_fsdp(Uneven(), mp_policy=BF16)))
+    return results
+
+
+TOKENS = torch.arange(8).remainder(5).view(2, 4)
+
+
+@pytest.mark.parametrize("partitioner", PARTITIONERS)
+@pytest.mark.parametrize("plan", ["none", "block"])
+def test_ranks_issue_the_same_collectives_in_the_same_order(plan, partitioner):
+    def collectives(model):
+        captured = capture(model, TOKENS, plan=plan, partitioner=partitioner)
+        return [
+            (node.target, node.args[1:], node.meta["simplefsdp_fqns"], node.meta["val"].shape)
+            for graph in (captured.forward, captured.backward)
+            for node in graph.nodes
+            if node.target in (ALL_GATHER, REDUCE_SCATTER)
+        ]
+
+    first, *others = on_each_rank(collectives)
+    assert len(first) == {"none": 12 + 11 + 12, "block": 4 + 4 + 4}[plan]
+    assert others == [first] * 3
+
+
+def test_inductor_generates_the_same_sequence_on_every_rank():
+    def sequence(model):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="simplefsdp", options={"plan": "none"}, fullgraph=True)
+        with (
+            torch._inductor.config.patch(fx_graph_cache=False),
+            torch._functorch.config.patch(enable_autograd_cache=False),
+        ):
+            _, code = run_and_get_code(lambda: compiled(TOKENS).backward())
+        return [re.findall(r"(all_gather_into_tensor|reduce_scatter_tensor)\.default\(", part) for part in code]
+
+    first, *others = on_each_rank(sequence)
+    assert [part.count("reduce_scatter_tensor") for part in first] == [0, 12]
+    assert first[0].count("all_gather_into_tensor") == 12
+    assert others == [first] * 3
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_what_leads_to_a_gather_is_in_both_halves_and_shards_keep_their_shapes():
+    model = simple_fsdp(tiny_llama(layers=1, ffn_dim=9), mp_policy=BF16)
+    captured = capture(model, *batch(0, 0))
+    shapes = {p.to_local().shape for p in model.parameters()}
+    for graph in (captured.forward, captured.backward):
+        for gather in nodes(graph, ALL_GATHER):
+            (cast,) = gather.all_input_nodes
+            assert cast.meta["val"].dtype is torch.bfloat16
+            shard = source_chain(gather)[0].all_input_nodes[0]
+            assert shard.meta["val"].dtype is torch.float32
+            assert shard.meta["val"].shape in shapes
+
+
+class GathersTwice(nn.Linear):
+    """Reads its weight, cast, and its shard by a gather of its own, not cast."""
+
+    def forward(self, x):
+        shard = self._parameters["weight"].to_local()
+        whole = torch.ops._c10d_functional.all_gather_into_tensor(shard, 4, self._parameters["weight"].group)
+        return super().forward(x) + torch.ops._c10d_functional.wait_tensor(whole).sum()
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_two_gathers_that_read_one_shard_in_different_ways_stay_two():
+    model = simple_fsdp(GathersTwice(4, 8, bias=False), mp_policy=BF16)
+    model._parameters["weight"].group = model._parameters["weight"].device_mesh.get_group().group_name
+    captured = capture(model, torch.zeros(2, 4))
+    dtypes = {node.meta["val"].dtype for node in nodes(captured.forward, ALL_GATHER)}
+    assert dtypes == {torch.bfloat16, torch.float32}
