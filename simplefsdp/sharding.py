@@ -73,15 +73,15 @@ def unshard(param: Tensor, info: ShardedParameter) -> Tensor:
         info.reduce_dtype,
         info.group_name,
         info.group_size,
-        info.reshard_after_forward,
+        not info.reshard_after_forward,
     )
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, local, rows, param_dtype, reduce_dtype, group_name, group_size, _reshard):
-        # _reshard is the backend's business. As an argument it is part of what Dynamo guards compiled code by:
-        # otherwise a model with another setting would be given the code of the first.
+    def forward(ctx, local, rows, param_dtype, reduce_dtype, group_name, group_size, _keep):
+        # Whether to keep the full weight is the backend's business. Computing an argument from it makes Dynamo guard
+        # compiled code by it: otherwise a model with another setting would be given the code of the first.
         ctx.constants = (local.shape[0], local.dtype, reduce_dtype, group_name, group_size)
         local = _pad_rows(local, -(-rows // group_size))
         if param_dtype is not None:
