@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
-from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     PlainAOTInput,
@@ -31,7 +30,6 @@ __all__ = [
     "CustomPartitionerFn",
     "Halves",
     "compile_id",
-    "functorch_config",
     "get_hash_for_files",
     "inductor_options",
     "inside_torch_compile",

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from ._compat import Halves, functorch_config, min_cut_rematerialization_partition, opaque_objects_last
-from .collectives import Collective, gathers, source_chain
+from ._compat import Halves, min_cut_rematerialization_partition, opaque_objects_last
+from .collectives import Collective, gathers, reductions, source_chain
 
 _SOURCE = "simplefsdp_source"
 
@@ -42,16 +42,23 @@ def partition(
     for shard, found in by_shard.items():
         if len(found) == 1:  # two gathers that read the same shard in different ways must not look the same
             _fold(shard, found[0].node)
-    # Two parameters with the same gradient would share one reduction and the memory of its result, and whoever
-    # accumulates into one gradient, or clips it, would change the other.
-    with functorch_config.patch(cse=False):
-        forward, backward = partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+    # Two parameters with the same gradient must not come to share one reduction and the memory of its result, or
+    # whoever accumulates into one gradient, or clips it, changes the other. So each has its own group meanwhile.
+    for reduction in reductions(joint.graph):
+        _set_group(reduction.node, (reduction.options[-1], reduction.fqns))
+    forward, backward = partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     for half in (forward, backward):
         for gather in gathers(half.graph):
             if _SOURCE in gather.node.meta:
                 _unfold(gather.node)
+        for reduction in reductions(half.graph):
+            _set_group(reduction.node, reduction.options[-1][0])
         half.graph.lint()
     return opaque_objects_last(forward, backward, num_fwd_outputs)
+
+
+def _set_group(reduction: Node, group: Any) -> None:
+    reduction.args = (*reduction.args[:-1], group)
 
 
 def _shard_of(gather: Node) -> Node:

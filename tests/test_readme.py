@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.first_light import SYSTEMS
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -49,3 +51,9 @@ def test_every_file_named_exists():
 def test_every_source_file_is_named():
     files = {f"{d}/{p.name}" for d in ("simplefsdp", "inductor_passes") for p in (ROOT / d).glob("[a-z]*.py")}
     assert {name for name in files if name not in README} == set()
+
+
+def test_the_measurement_has_a_row_for_every_system():
+    measured = README.split("## Measured")[1].split("## How it works")[0]
+    for system in SYSTEMS:
+        assert re.search(rf"^\| {re.escape(system)} \| \d", measured, re.MULTILINE), system

@@ -186,7 +186,7 @@ def _shapes(options: dict[str, Any]) -> None:
     model = simple_fsdp(tiny_llama())
     forward = compiled(model, options)
     tokens = torch.arange(4 * 16).remainder(30).view(4, 16)
-    for batch_size in (2, 4, 3, 1):
+    for batch_size in (2, 4, 3):
         gradients = []
         for call in (forward, model):
             model.zero_grad()
@@ -197,8 +197,8 @@ def _shapes(options: dict[str, Any]) -> None:
     with torch.no_grad():
         for length in range(3, 14):
             torch.testing.assert_close(forward(tokens[:1, :length]), model(tokens[:1, :length]))
-    # Static, dynamic and of size 1 with gradients; static and dynamic without.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
+    # A static and a dynamic one, with gradients and without.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
 @pytest.mark.parametrize("options", [AOT_EAGER, INDUCTOR])

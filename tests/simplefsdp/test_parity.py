@@ -48,9 +48,12 @@ def _bitwise(policy_name: str, options: dict[str, Any] | None, model_changes: di
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("lowering", ["eager", "none", "block"])
-def test_training_on_two_ranks_is_bitwise_fsdp2(two_ranks: Ranks, policy: str, lowering: str) -> None:
+@pytest.mark.parametrize(
+    ("lowering", "policy"),
+    [(lowering, policy) for lowering in ("eager", "block") for policy in POLICIES]
+    + [("none", "fp32"), ("none", "bf16")],
+)
+def test_training_on_two_ranks_is_bitwise_fsdp2(two_ranks: Ranks, lowering: str, policy: str) -> None:
     options = None if lowering == "eager" else {"lower_with": "aot_eager", "plan": lowering}
     two_ranks.run(_bitwise, policy, options, {})
 
