@@ -62,7 +62,7 @@ def _set_group(reduction: Node, group: Any) -> None:
 
 
 def _shard_of(gather: Node) -> Node:
-    return [gather, *reversed(source_chain(gather))][-1].all_input_nodes[0]
+    return (source_chain(gather) or [gather])[0].all_input_nodes[0]
 
 
 def _fold(shard: Node, gather: Node) -> None:
