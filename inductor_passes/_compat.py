@@ -7,6 +7,7 @@ import functools
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
 from torch._functorch._aot_autograd.descriptors import (
@@ -21,6 +22,9 @@ from torch._guards import CompileContext
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -30,7 +34,9 @@ __all__ = [
     "CustomPartitionerFn",
     "Halves",
     "compile_id",
+    "dtensor",
     "get_hash_for_files",
+    "inductor_config",
     "inductor_options",
     "inside_torch_compile",
     "is_backward",
@@ -43,6 +49,13 @@ __all__ = [
 ]
 
 Halves = tuple[GraphModule, GraphModule]
+
+
+def dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> DTensor:
+    """``DTensor.from_local(local, mesh, placements, shape=shape)``, contiguous, detached, in a tenth of the time."""
+    stride = torch.empty(shape, device="meta").stride()
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def inside_torch_compile() -> bool:

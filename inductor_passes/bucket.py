@@ -8,6 +8,7 @@
     grad_0 - reduce_scatter - wait -> ...                grad_0 -+                                +- view -> ...
     grad_1 - reduce_scatter - wait -> ...         ==>    grad_1 -+- cat - reduce_scatter - wait - +- view -> ...
 
+All-reduces, also those that follow a reduce-scatter, are merged in the same way.
 A bucket's gather is issued where its first member was, its reduction where its last member was. Packing order is
 the bucket's own: rank r's part of the buffer holds member 0's rows of rank r, then member 1's, as in FSDP2. A bucket
 is carried out by one collective per process group, dtype and reduction operator; a member that the graph does not
@@ -48,8 +49,7 @@ def _members(found: list[Collective], buckets: Sequence[Sequence[str]]) -> list[
     for fqns in buckets:
         alike: dict[tuple, list[Collective]] = {}
         for collective in [c for fqn in fqns for c in by_fqn.get(fqn, [])]:
-            key = (collective.options, collective.input.meta["val"].dtype)
-            alike.setdefault(key, []).append(collective)
+            alike.setdefault(collective.kind, []).append(collective)
         merged += [members for members in alike.values() if len(members) > 1]
     return merged
 
@@ -72,12 +72,16 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
 
 def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
     last = max(member.node for member in members)
-    operator, ranks, group = members[0].options
-    sizes = [_numel(member.node) for member in members]
+    inputs, results = ([_numel(node) for node in nodes] for nodes in zip(*((m.input, m.node) for m in members), strict=True))
+    ranks = inputs[0] // results[0]  # an all-reduce has one row
     with graph.inserting_before(last):
-        packed = _call(_aten.cat.default, [_view(m.input, [ranks, n]) for m, n in zip(members, sizes, strict=True)], 1)
-        scattered = _collective(last.target, _view(packed, [ranks * sum(sizes)]), members, operator, ranks, group)
-        _replace(members, _split(scattered, sizes))
+        rows = [_view(m.input, [ranks, n]) for m, n in zip(members, results, strict=True)]
+        reduced = _view(_call(_aten.cat.default, rows, 1), [sum(inputs)])
+        step: Collective | None = members[0]
+        while step:
+            reduced = _collective(step.node.target, reduced, members, *step.options)
+            step = step.then
+        _replace(members, _split(reduced, results))
 
 
 def _collective(target: Any, packed: Node, members: list[Collective], *options: object) -> Node:
@@ -91,9 +95,15 @@ def _replace(members: list[Collective], results: list[Node]) -> None:
         _view(result, list(member.node.meta["val"].shape)) for member, result in zip(members, results, strict=True)
     ]
     for member, view in zip(members, views, strict=True):
-        member.wait.replace_all_uses_with(view)
-        member.node.graph.erase_node(member.wait)
-        member.node.graph.erase_node(member.node)
+        member.result.replace_all_uses_with(view)
+        _erase(member)
+
+
+def _erase(collective: Collective) -> None:
+    if collective.then:
+        _erase(collective.then)
+    collective.node.graph.erase_node(collective.wait)
+    collective.node.graph.erase_node(collective.node)
 
 
 def _split(buffer: Node, sizes: list[int]) -> list[Node]:

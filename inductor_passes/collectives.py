@@ -2,8 +2,10 @@
 
 ::
 
-    shard - [pad] - [cast] - all_gather - wait - ...                             the gather chain of a parameter
-    full gradient - [cast] - [pad] - reduce_scatter - wait - unary* - gradient   its reduction chain
+    shard - [permute] - [pad] - [cast] - all_gather - wait - ...                      its gather chain
+    full gradient - [cast] - [permute] - [pad] - reduction - wait - unary* - gradient    its reduction chain
+
+where the reduction is a reduce-scatter, an all-reduce (of a replicated parameter), or one and then another.
 
 A chain belongs to a parameter because it starts at the placeholder of its shard, or ends at the output that is
 its shard's gradient, and for no other reason (names and positions of nodes mean nothing). What is found is marked on
@@ -27,11 +29,15 @@ _C10D = "c10d"
 _c10d = torch.ops._c10d_functional
 _ALL_GATHER = _c10d.all_gather_into_tensor.default
 _REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
+_ALL_REDUCE = _c10d.all_reduce.default
+_REDUCTIONS = (_REDUCE_SCATTER, _ALL_REDUCE)
 _WAIT = _c10d.wait_tensor.default
 
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _PADS = (torch.ops.aten.constant_pad_nd.default,)
 _COPIES = (torch.ops.aten.clone.default,)
+_MOVES = (torch.ops.aten.permute.default,)
+_COMPLEX = (torch.ops.aten.view_as_real.default,)
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 _ADD = torch.ops.aten.add.Tensor
 
@@ -43,6 +49,8 @@ class GraphParameter:
     fqn: str
     reshard: bool
     """Whether backward gathers it again (else the full weight is saved)."""
+    dtype: torch.dtype
+    """Of the full weight, and so of its gradient."""
 
 
 @dataclass(frozen=True)
@@ -52,25 +60,44 @@ class Collective:
     fqns: tuple[str, ...]
     node: Node
     wait: Node
+    then: "Collective | None" = None
+    """The all-reduce of this one's result that follows, over another group."""
 
     @property
     def input(self) -> Node:
         return self.node.all_input_nodes[0]
 
     @property
+    def result(self) -> Node:
+        """The last wait."""
+        return self.then.result if self.then else self.wait
+
+    @property
     def options(self) -> tuple[Any, ...]:
-        """All arguments but the input: ``(ranks, group name)``, for a reduction with the operator in front."""
+        """All arguments but the input: gather ``(ranks, group)``, reduce-scatter ``(operator, ranks, group)``,
+        all-reduce ``(operator, group)``."""
         return self.node.args[1:]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What collectives must have in common to be carried out by one."""
+        then = self.then.kind if self.then else ()
+        return (self.node.target, self.options, self.input.meta["val"].dtype, *then)
 
 
 def gathers(graph: Graph) -> list[Collective]:
     """The marked all-gathers, in graph order."""
-    return _marked(graph, _ALL_GATHER)
+    return [Collective(node.meta[MARK], node, _wait_of(node)) for node in _marked(graph, _ALL_GATHER)]
 
 
 def reductions(graph: Graph) -> list[Collective]:
-    """The marked reduce-scatters, in graph order."""
-    return _marked(graph, _REDUCE_SCATTER)
+    """The marked reductions, in graph order; an all-reduce that takes another's result is part of that one."""
+    found: dict[Node, Collective] = {}
+    for node in reversed(_marked(graph, *_REDUCTIONS)):
+        wait = _wait_of(node)
+        following = [found.pop(user) for user in wait.users if user in found]
+        found[node] = Collective(node.meta[MARK], node, wait, following[0] if following else None)
+    return list(found.values())[::-1]
 
 
 def identify(graph: Graph, params: Mapping[int, GraphParameter]) -> list[str]:
@@ -84,14 +111,12 @@ def identify(graph: Graph, params: Mapping[int, GraphParameter]) -> list[str]:
     for index, shard in parameter_inputs(graph).items():
         if index in params:
             _merge_gathers(params[index], _reachable(shard))
-    dtypes = {gather.fqns[0]: gather.node.meta["val"].dtype for gather in gathers(graph)}
     missed = []
     for index, gradient in parameter_gradients(graph).items():
         if index not in params:
             continue
-        fqn = params[index].fqn
-        if not _merge_reductions(fqn, gradient, dtypes.get(fqn)):
-            missed.append(fqn)
+        if not _merge_reductions(params[index], gradient):
+            missed.append(params[index].fqn)
     graph.lint()
     return missed
 
@@ -107,11 +132,11 @@ def deterministic(node: Node) -> bool:
 
 
 def source_chain(gather: Node) -> list[Node]:
-    """The pads and casts that lead from a placeholder to ``gather``, in order; raises if there is anything else."""
+    """The unary operators that lead from a placeholder to ``gather``, in order; raises if there is anything else."""
     chain: list[Node] = []
     node = gather
     while (node := node.all_input_nodes[0]).op != "placeholder":
-        assert _prepares_a_shard(node), f"{node.name}: expected a pad or cast of a shard before its all-gather"
+        assert _prepares_a_shard(node), f"{node.name}: expected a pad, cast or view of a shard before its all-gather"
         chain.insert(0, node)
     return chain
 
@@ -119,12 +144,12 @@ def source_chain(gather: Node) -> list[Node]:
 def _prepares_a_shard(node: Node) -> bool:
     if node.target in _VIEWS:  # DTensor.to_local takes a view of the same shape
         return node.meta["val"].shape == node.all_input_nodes[0].meta["val"].shape
-    return node.target in (*_CASTS, *_PADS)
+    return node.target in (*_CASTS, *_PADS, *_MOVES, *_COPIES, *_COMPLEX)
 
 
-def _marked(graph: Graph, target: Callable[..., Any]) -> list[Collective]:
-    found = [node for node in graph.find_nodes(op="call_function", target=target) if MARK in node.meta]
-    return [Collective(node.meta[MARK], node, _wait_of(node)) for node in found]
+def _marked(graph: Graph, *targets: Callable[..., Any]) -> list[Node]:
+    found = [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]
+    return sorted(node for node in found if MARK in node.meta)
 
 
 def _wait_of(collective: Node) -> Node:
@@ -134,7 +159,7 @@ def _wait_of(collective: Node) -> Node:
 
 
 def _reachable(shard: Node) -> list[Node]:
-    """All-gathers reached from ``shard`` through pads and casts, in graph order."""
+    """All-gathers reached from ``shard`` through pads, casts and views, in graph order."""
     found, pending = [], list(shard.users)
     while pending:
         node = pending.pop()
@@ -179,28 +204,30 @@ def _erase_upwards(node: Node) -> None:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """One reduction chain: what may stand before the scatter, and what leads from it to the shard's gradient."""
+    """One reduction chain: what may stand before the collectives, and what leads from them to the shard's gradient."""
 
     before: tuple[Node, ...]
     after: tuple[Node, ...]
-    """The scatter itself first."""
+    """The first collective first."""
+
+    @property
+    def collectives(self) -> list[Node]:
+        return [node for node in self.after if node.target in _REDUCTIONS]
 
 
-def _merge_reductions(fqn: str, gradient: Node, dtype: torch.dtype | None) -> bool:
-    """Mark the reduction that ``gradient`` comes from; where it is a sum of reductions, reduce the sum instead.
-
-    ``dtype`` is that of the gathered weight, and so of the full gradient.
-    """
-    chains = [_reduction_ending_at(term, dtype) for term in _terms(gradient)]
+def _merge_reductions(param: GraphParameter, gradient: Node) -> bool:
+    """Mark the reduction that ``gradient`` comes from; where it is a sum of reductions, reduce the sum instead."""
+    chains = [_reduction_ending_at(term, param.dtype) for term in _terms(gradient)]
     found = [chain for chain in chains if chain is not None]
     if len(found) != len(chains) or len({tuple(map(_step, chain.after)) for chain in found}) != 1:
         return False
-    scatter = found[0].after[0]
+    collectives = found[0].collectives
     if len(found) > 1:
-        scatter, result = _reduce_the_sum(gradient, found)
+        collectives, result = _reduce_the_sum(gradient, found)
         gradient.replace_all_uses_with(result)
         _erase_tree(gradient)
-    scatter.meta[MARK] = (fqn,)
+    for node in collectives:
+        node.meta[MARK] = (param.fqn,)
     return True
 
 
@@ -211,15 +238,17 @@ def _terms(node: Node) -> list[Node]:
     return [node]
 
 
-def _reduction_ending_at(last: Node, dtype: torch.dtype | None) -> _Reduction | None:
-    after = [last]
-    while deterministic(after[0]) and len(after[0].all_input_nodes) == 1:
-        after.insert(0, after[0].all_input_nodes[0])
-    if after[0].target is not _WAIT or after[0].all_input_nodes[0].target is not _REDUCE_SCATTER:
+def _reduction_ending_at(last: Node, dtype: torch.dtype) -> _Reduction | None:
+    after: list[Node] = [last]
+    _extend_to_a_wait(after)
+    if not _extend_to_its_collective(after):
         return None
-    after.insert(0, after[0].all_input_nodes[0])
+    if after[0].target is _ALL_REDUCE and after[0].all_input_nodes[0].target is _WAIT:
+        further = [after[0].all_input_nodes[0]]
+        if _extend_to_its_collective(further):
+            after = [*further, *after]
     before: list[Node] = []
-    for targets in (_COPIES, _PADS, _CASTS):
+    for targets in (_COPIES, _PADS, _MOVES, _CASTS):
         node = (before or after)[0].all_input_nodes[0]
         if node.target not in targets or len(node.users) != 1:
             continue
@@ -229,8 +258,21 @@ def _reduction_ending_at(last: Node, dtype: torch.dtype | None) -> _Reduction | 
     return _Reduction(tuple(before), tuple(after))
 
 
-def _reduce_the_sum(gradient: Node, chains: list[_Reduction]) -> tuple[Node, Node]:
-    """The scatter of the sum of the chains' full gradients, and what replaces ``gradient``.
+def _extend_to_a_wait(after: list[Node]) -> None:
+    while deterministic(after[0]) and len(after[0].all_input_nodes) == 1:
+        after.insert(0, after[0].all_input_nodes[0])
+
+
+def _extend_to_its_collective(after: list[Node]) -> bool:
+    """Put the reduction before ``after``'s first node, if that is the wait for one."""
+    if after[0].target is not _WAIT or after[0].all_input_nodes[0].target not in _REDUCTIONS:
+        return False
+    after.insert(0, after[0].all_input_nodes[0])
+    return True
+
+
+def _reduce_the_sum(gradient: Node, chains: list[_Reduction]) -> tuple[list[Node], Node]:
+    """The collectives that reduce the sum of the chains' full gradients, and what replaces ``gradient``.
 
     The sum is taken before whatever all chains do alike, in the order in which the reduced gradients were added.
     """
@@ -244,7 +286,7 @@ def _reduce_the_sum(gradient: Node, chains: list[_Reduction]) -> tuple[Node, Nod
         copies = {kept[-1][0].all_input_nodes[0]: total}
         for node in kept[-1]:
             copies[node] = gradient.graph.node_copy(node, lambda n: copies[n])
-    return copies[chains[-1].after[0]], copies[kept[-1][-1]]
+    return [copies[node] for node in chains[-1].collectives], copies[kept[-1][-1]]
 
 
 def _sum(node: Node, grads: dict[Node, Node]) -> Node:

@@ -8,5 +8,6 @@
 
 from . import backend as backend  # importing it registers the torch.compile backend
 from .api import simple_fsdp
+from .initialization import sharded_init
 
-__all__ = ["simple_fsdp"]
+__all__ = ["sharded_init", "simple_fsdp"]

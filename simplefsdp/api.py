@@ -1,6 +1,7 @@
 """``simple_fsdp``: the one call that shards a model."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -9,19 +10,34 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from inductor_passes._compat import inside_torch_compile, skip_code
 
 from ._messages import unknown
-from .parametrization import State, parametrize
+from .checks import (
+    check_device,
+    check_dtensor,
+    check_mode,
+    check_modules,
+    check_parameter,
+    check_placement,
+    check_types,
+)
+from .controls import check_divide_factor
+from .parametrization import ShardedModule, State, parametrize
 from .plan import blocks
-from .sharding import ShardedModel, ShardedParameter, shard
+from .sharding import (
+    Communication,
+    Group,
+    ReplacedParameter,
+    ShardedModel,
+    ShardedParameter,
+    replace_parameter,
+    shard,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_MODES = ("fully_shard", "hybrid_shard", "replicate")
-
 
 def simple_fsdp(
     model: Model,
@@ -75,46 +91,103 @@ def simple_fsdp(
     if inside_torch_compile():
         raise RuntimeError("simple_fsdp() was called inside torch.compile; shard the model first, then compile it")
     mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    _check_types(model, mesh, mp_policy, reshard_after_forward)
-    later = {
-        "shard_placement_fn": shard_placement_fn,
-        "ignored_params": ignored_params,
-        "gradient_divide_factor": gradient_divide_factor,
-    }
-    for option, value in later.items():
-        if value is not None:
-            raise NotImplementedError(f"{option}={value!r}: not there yet; leave it None")
+    check_types(model, mesh, mp_policy, reshard_after_forward)
+    if gradient_divide_factor is not None:
+        gradient_divide_factor = check_divide_factor("gradient_divide_factor", gradient_divide_factor)
     if not dist.is_initialized():
         raise RuntimeError(
             "simple_fsdp() found no process group; call torch.distributed.init_process_group() first "
             "(torchrun sets the environment that it reads)"
         )
-    params = dict(model.named_parameters())
-    for fqn, param in params.items():
-        _check_parameter(fqn, param)
-    if mesh is None:
-        device_types = {p.device.type for p in params.values()} - {"meta"}
-        device_type = min(device_types) if device_types else ("cuda" if torch.cuda.is_available() else "cpu")
-        if len(device_types) > 1:
-            raise ValueError(f"parameters are on several devices: {sorted(device_types)}; move the model to one first")
-        _check_mode(mode, 1)
-        mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    _check_mode(mode, mesh.ndim)
-    for fqn, param in params.items():
-        if param.device.type not in (mesh.device_type, "meta"):
-            raise ValueError(
-                f"{fqn}: found on device {param.device.type!r}, but mesh is on {mesh.device_type!r}; move the model "
-                f"there first (model.to({mesh.device_type!r})) or pass a mesh of its own device"
-            )
+    mode = check_mode(mode, mesh)
+    ignored = _ignored(model, ignored_params)
+    check_modules(model)
+    params = {fqn: param for fqn, param in model.named_parameters() if id(param) not in ignored}
+    new = {fqn: param for fqn, param in params.items() if _known(param) is None}
+    for fqn, param in new.items():
+        check_parameter(fqn, param)
+    mesh = mesh or init_device_mesh(_device_type(new), (dist.get_world_size(),))
+    for fqn, param in new.items():
+        check_device(fqn, param, mesh)
+        if isinstance(param, DTensor):
+            check_dtensor(fqn, param, mesh)
 
-    facts = _facts(list(params), params, mesh, mp_policy, reshard_after_forward)
-    sharded = {id(param): (shard(param, mesh), facts[fqn]) for fqn, param in params.items()}
+    placements = {fqn: _placements(fqn, param, mode, shard_placement_fn) for fqn, param in new.items()}
+    reshard = _per_parameter("reshard_after_forward", reshard_after_forward, list(new))
+    groups = [Group(mesh.get_group(i).group_name, mesh.size(i)) for i in range(mesh.ndim)]
+    shard_group, replica_group = {
+        "fully_shard": (groups[0], None),
+        "hybrid_shard": (groups[-1], groups[0]),
+        "replicate": (None, groups[0]),
+    }[mode]
+    sharded_model = ShardedModel(tuple(params))
+    sharded: dict[int, tuple[nn.Parameter, ShardedParameter]] = {}
+    for fqn, param in params.items():
+        if known := _known(param):
+            replacement, info = known
+            sharded[id(param)] = sharded[id(replacement)] = replacement, replace(info, fqn=fqn, model=sharded_model)
+            continue
+        floating = param.is_floating_point()
+        dim = next((p.dim for p in placements[fqn] if isinstance(p, Shard)), None)
+        comm = Communication(
+            shape=tuple(param.shape),
+            dim=dim,
+            shard_group=shard_group,
+            replica_group=replica_group,
+            param_dtype=mp_policy.param_dtype if floating else None,
+            reduce_dtype=mp_policy.reduce_dtype if floating else None,
+            divide_factor=gradient_divide_factor,
+            reshard_after_forward=reshard[fqn],
+        )
+        info = ShardedParameter(fqn, sharded_model, comm, placements[fqn])
+        sharded[id(param)] = replace_parameter(param, shard(param, mesh, placements[fqn]), info), info
+    for param in ignored.values():
+        param.simple_fsdp_ignored = True  # type: ignore[attr-defined]
     _shard_modules(model, sharded, mp_policy)
     return model
 
 
 # Where Dynamo gives up tracing the caller it would try this function next, and fail somewhere inside torch.
 skip_code(simple_fsdp.__code__)
+
+
+def _known(param: nn.Parameter) -> tuple[nn.Parameter, ShardedParameter] | None:
+    """The shard that an earlier call on a part of the model made of ``param``, which may be that shard."""
+    param = param.replaced_by if isinstance(param, ReplacedParameter) else param  # type: ignore[assignment]
+    info = getattr(param, "simple_fsdp_info", None)
+    return None if info is None else (param, info)
+
+
+def _ignored(model: nn.Module, ignored_params: Iterable[nn.Parameter] | None) -> dict[int, nn.Parameter]:
+    ignored = list(ignored_params or ())
+    own = {id(param) for param in model.parameters()}
+    for param in ignored:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(f"ignored_params: expected parameters, found {type(param).__name__}")
+        if id(param) not in own:
+            raise ValueError(f"ignored_params: a parameter of shape {tuple(param.shape)} is not one of the model's")
+        if _known(param):
+            raise ValueError(f"ignored_params: {_known(param)[1].fqn} is sharded already")  # type: ignore[index]
+    return {id(param): param for param in ignored}
+
+
+def _device_type(params: dict[str, nn.Parameter]) -> str:
+    found = {param.device.type for param in params.values()} - {"meta"}
+    if len(found) > 1:
+        raise ValueError(f"parameters are on several devices: {sorted(found)}; move the model to one first")
+    return min(found) if found else ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _placements(
+    fqn: str, param: nn.Parameter, mode: str, shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None
+) -> tuple[Placement, ...]:
+    """On each dimension of the mesh."""
+    chosen = None
+    if shard_placement_fn is not None:
+        chosen = check_placement(fqn, param, shard_placement_fn(param))
+    whole = mode == "replicate" or param.ndim == 0
+    placement = Replicate() if whole else (chosen or Shard(0))
+    return (Replicate(), placement) if mode == "hybrid_shard" else (placement,)
 
 
 def _shard_modules(
@@ -127,39 +200,17 @@ def _shard_modules(
     for name, module in above:
         own: dict[str, ShardedParameter] = {}
         for attribute, param in module._parameters.items():
-            if param is not None:
+            if id(param) in sharded:
                 module._parameters[attribute], own[attribute] = sharded[id(param)]
-        parametrize(
-            module,
-            State(
+        if isinstance(module, ShardedModule):
+            state = replace(module._simple_fsdp, params=own)
+        else:
+            state = State(
                 params=own,
                 cast_inputs=cast_inputs if name in boundaries else None,
                 cast_output=mp_policy.output_dtype if module is model else None,
-            ),
-        )
-
-
-def _facts(
-    fqns: list[str],
-    params: dict[str, nn.Parameter],
-    mesh: DeviceMesh,
-    mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | dict[str, bool],
-) -> dict[str, ShardedParameter]:
-    model = ShardedModel(tuple(fqns))
-    reshard = _per_parameter("reshard_after_forward", reshard_after_forward, fqns)
-    return {
-        fqn: ShardedParameter(
-            fqn=fqn,
-            model=model,
-            group_name=mesh.get_group().group_name,
-            group_size=mesh.size(),
-            param_dtype=mp_policy.param_dtype if params[fqn].is_floating_point() else None,
-            reduce_dtype=mp_policy.reduce_dtype,
-            reshard_after_forward=reshard[fqn],
-        )
-        for fqn in fqns
-    }
+            )
+        parametrize(module, state)
 
 
 def _per_parameter(option: str, value: bool | dict[str, bool], fqns: list[str]) -> dict[str, bool]:
@@ -172,54 +223,3 @@ def _per_parameter(option: str, value: bool | dict[str, bool], fqns: list[str]) 
             raise ValueError(f"{option}: " + unknown("pattern", pattern, fqns))
         chosen.update(dict.fromkeys(matched, choice))
     return chosen
-
-
-def _check_types(model: object, mesh: object, mp_policy: object, reshard_after_forward: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-    if isinstance(model, nn.ModuleList | nn.ModuleDict):
-        raise TypeError(
-            f"model: {type(model).__name__} has no forward of its own; pass the module that calls its members"
-        )
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh: expected a DeviceMesh or None, found {type(mesh).__name__}")
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(
-            f"mp_policy: expected torch.distributed.fsdp.MixedPrecisionPolicy, found {type(mp_policy).__name__}"
-        )
-    if isinstance(reshard_after_forward, dict):
-        wrong = {k: v for k, v in reshard_after_forward.items() if not (isinstance(k, str) and isinstance(v, bool))}
-        if not wrong:
-            return
-        raise TypeError(f"reshard_after_forward: expected {{glob: bool}}, found {wrong!r}")
-    if reshard_after_forward == "auto":
-        raise NotImplementedError("reshard_after_forward='auto' needs a planner, which is not there yet; use True")
-    if not isinstance(reshard_after_forward, bool):
-        raise TypeError(
-            f"reshard_after_forward: expected True, False or {{glob: bool}}, found {reshard_after_forward!r}"
-        )
-
-
-def _check_mode(mode: str | None, ndim: int) -> None:
-    if mode is not None and mode not in _MODES:
-        raise ValueError(unknown("mode", mode, _MODES))
-    if ndim > 2:
-        raise ValueError(
-            f"mesh: found {ndim} dimensions, expected 1 (fully_shard) or 2 (hybrid_shard); "
-            "pass the data-parallel sub-mesh, as in mesh['dp']"
-        )
-    found = mode or ("fully_shard", "hybrid_shard")[ndim - 1]
-    if found != "fully_shard":
-        why = f"mode {found!r}" if mode else f"mesh: {ndim} dimensions mean mode {found!r}, which"
-        raise NotImplementedError(f"{why} is not there yet; use a 1-D mesh and mode 'fully_shard'")
-    if ndim != 1:
-        raise ValueError(f"mesh: found {ndim} dimensions, mode 'fully_shard' needs 1; pass a 1-D mesh")
-
-
-def _check_parameter(fqn: str, param: nn.Parameter) -> None:
-    if getattr(param, "simple_fsdp_info", None) is not None:
-        raise ValueError(f"{fqn}: is sharded by simple_fsdp already; call it once per model")
-    if isinstance(param, DTensor):
-        raise NotImplementedError(f"{fqn}: is a DTensor already; tensor-parallel parameters are not there yet")
-    if param.ndim == 0:
-        raise ValueError(f"{fqn}: a 0-dim parameter has no dim to shard; make it 1-dim, as in param.reshape(1)")

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import register_backend
 from torch._functorch.aot_autograd import make_boxed_func
+from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule
+from torch.nn import Parameter
 
 import inductor_passes
 from inductor_passes._compat import (
@@ -27,6 +29,7 @@ from inductor_passes._compat import (
     Halves,
     compile_id,
     get_hash_for_files,
+    inductor_config,
     inductor_options,
     is_backward,
 )
@@ -36,9 +39,10 @@ from inductor_passes.partition import partition
 from inductor_passes.recompute import tag
 from inductor_passes.report import Report
 
+from . import sharding
 from ._messages import unknown
 from .plan import Buckets, block_buckets, single_buckets
-from .sharding import ShardedModel, ShardedParameter
+from .sharding import ShardedModel, ShardedParameter, unshard
 
 log = logging.getLogger("simplefsdp")
 
@@ -115,7 +119,14 @@ def simplefsdp(
     passes = passes_for(example_inputs, parsed)
     if parsed.lower_with == "aot_eager":
         return _aot_eager(gm, example_inputs, passes)
-    slots = dict(zip(_PASS_SLOTS, (_OnJoint(passes), _Partitioner(), _OnEachHalf(passes)), strict=True))
+    slots: dict[str, Any] = dict(
+        zip(_PASS_SLOTS, (_OnJoint(passes), _Partitioner(), _OnEachHalf(passes)), strict=True)
+    )
+    # AOTAutograd caches only graphs of functions that it knows to depend on nothing but their arguments and source.
+    slots["unsafe_marked_cacheable_functions"] = {
+        **inductor_config.unsafe_marked_cacheable_functions,
+        f"{unshard.__module__}.{unshard.__name__}": _source_hash().hex(),
+    }
     from torch._inductor.compile_fx import compile_fx  # seconds to import, so not before it is needed
 
     return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches={**parsed.inductor, **slots}))
@@ -218,18 +229,42 @@ def passes_for(example_inputs: Sequence[Any], options: Options) -> Passes:
         tuple(prefix[model] + fqn for fqn in fqns) for model in models for fqns in _PLANS[options.plan](model.fqns)
     ]
     params = {
-        index: GraphParameter(prefix[info.model] + info.fqn, info.reshard_after_forward)
+        index: GraphParameter(
+            prefix[info.model] + info.fqn,
+            info.communication.reshard_after_forward,
+            info.communication.param_dtype or example_inputs[index].dtype,
+        )
         for index, info in found.items()
     }
+    _warn_of_parameters_that_are_not_sharded(example_inputs, bool(found))
     report = None
     if options.report_dir is not None and (not dist.is_initialized() or dist.get_rank() == 0):
         report = Report(Path(options.report_dir) / f"graph_{compile_id()}")
     return Passes(params, tuple(buckets), report)
 
 
+def _warn_of_parameters_that_are_not_sharded(example_inputs: Sequence[Any], some_are: bool) -> None:
+    """Their gradients would differ between the ranks."""
+    missed = [
+        tuple(value.shape)
+        for value in example_inputs
+        if isinstance(value, Parameter) and value.requires_grad and not isinstance(value, DTensor)
+        if not getattr(value, "simple_fsdp_ignored", False)
+    ]
+    if missed and not some_are:
+        log.warning("no parameter of this graph is sharded; call simple_fsdp(model) before torch.compile")
+    elif missed:
+        log.warning(
+            "%d parameters of this graph are not sharded and their gradients not reduced (shapes %s); were they added "
+            "after simple_fsdp()? If that is meant, name them in ignored_params",
+            len(missed),
+            missed[:5],
+        )
+
+
 @functools.cache
 def _source_hash() -> bytes:
-    files = [Path(__file__), *Path(inductor_passes.__path__[0]).glob("*.py")]
+    files = [Path(__file__), Path(sharding.__file__), *Path(inductor_passes.__path__[0]).glob("*.py")]
     return get_hash_for_files(tuple(sorted(map(str, files))))
 
 

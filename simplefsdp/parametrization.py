@@ -9,13 +9,14 @@ The parameters themselves stay in ``module._parameters`` under their own names, 
 - elsewhere: the shard, as an ordinary attribute would. Initialisation, ``repr`` or a read on rank 0 alone must not
   communicate.
 
-Calls are counted per thread.
+Calls are counted per thread (see recompute.py).
 """
 
+import copy
 import functools
-import threading
+import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,23 +24,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from inductor_passes._compat import skip_code
+from inductor_passes._compat import inside_torch_compile, skip_code
 
-from .sharding import ShardedParameter, unshard
-
-
-class _Calls(threading.local):
-    depth = 0
-
-
-_calls = _Calls()
+from . import recompute
+from .initialization import sharded_init
+from .controls import Controls
+from .sharding import ShardedParameter, shard, unshard
 
 
-@dataclass(frozen=True)
+@dataclass
 class State:
     """What a sharded module knows besides its class."""
 
-    params: dict[str, ShardedParameter]
+    params: dict[str, ShardedParameter] = field(default_factory=dict)
     """By attribute name; empty where only modules below hold parameters."""
     cast_inputs: torch.dtype | None = None
     """Dtype that floating-point arguments of ``forward`` are cast to."""
@@ -50,30 +47,69 @@ class State:
 class ShardedModule(nn.Module):
     """Mixed into the class of every module at or above a sharded parameter."""
 
-    _simple_fsdp: "State"
+    _simple_fsdp: State
 
     def __call__(self, *args, **kwargs):
-        # While Dynamo traces, reads always gather; a counter would be a side effect inside a checkpointed region.
+        # While Dynamo traces, reads always gather; a stack would be a side effect inside a checkpointed region.
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
-        _calls.depth += 1
+        call = recompute.enter(compiled=self._compiled_call_impl is not None)
         try:
-            return super().__call__(*args, **kwargs)
+            result = super().__call__(*args, **kwargs)
+            recompute.check_unchanged(call)
+            return result
         finally:
-            _calls.depth -= 1
+            recompute.leave(call)
 
     def _apply(self, fn, recurse=True):
         result = super()._apply(fn, recurse)
         attach(self)
         return result
 
-    def _load_from_state_dict(self, *args, **kwargs):
-        super()._load_from_state_dict(*args, **kwargs)
+    def apply(self, fn):
+        # Its function may draw random numbers.
+        with sharded_init():
+            return super().apply(fn)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        for name, info in self._simple_fsdp.params.items():
+            param, value = self._parameters[name], state_dict.get(prefix + name)
+            whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta
+            if whole and param is not None and value.shape == param.shape:
+                state_dict[prefix + name] = shard(value.to(param.device), param.device_mesh, info.placements)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         attach(self)
 
+    def register_parameter(self, name, param):
+        _check_replacement(self, name, param)
+        super().register_parameter(name, param)
+        if info := getattr(param, "simple_fsdp_info", None):  # tied to another one
+            self._simple_fsdp.params[name] = info
+        attach(self)
 
-# Otherwise Dynamo would take this frame for the top of the graph, and the count would be lost where the graph breaks
-# further down: what runs between two graphs must still see that it is inside a call.
+    def __delattr__(self, name):
+        if info := self._simple_fsdp.params.get(name):
+            raise RuntimeError(
+                f"{info.fqn}: cannot be deleted after simple_fsdp() (does something register a parametrization, or "
+                "prune?); do it before, or assign None to be rid of the parameter"
+            )
+        super().__delattr__(name)
+
+    def __deepcopy__(self, memo):
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError(
+            f"a sharded {type(self).__name__} cannot be pickled: process groups do not outlive their processes. Save "
+            "model.state_dict() with torch.distributed.checkpoint instead"
+        )
+
+
+# Otherwise Dynamo would take this frame for the top of the graph, and the call would not be on the stack where the
+# graph breaks further down: what runs between two graphs must still see that it is inside a call.
 skip_code(ShardedModule.__call__.__code__)
 
 
@@ -88,30 +124,38 @@ def attach(module: nn.Module) -> None:
             param.simple_fsdp_info = info
 
 
-def _inside_a_call() -> bool:
-    # The backward of a checkpointed region may call any function of the user's, not only modules.
-    return _calls.depth > 0 or torch._C._current_graph_task_id() != -1
-
-
-def _read(module: ShardedModule, name: str) -> Tensor:
-    param = module._parameters[name]
-    if not (torch.compiler.is_compiling() or _inside_a_call()):
-        return param  # type: ignore[return-value]
-    info = module._simple_fsdp.params[name]
-    if not isinstance(param, DTensor):
+def _check_replacement(module: ShardedModule, name: str, param: nn.Parameter | None) -> None:
+    """Raise unless ``param`` may become ``module``'s parameter ``name``."""
+    old = module._parameters.get(name)
+    info = module._simple_fsdp.params.get(name)
+    if param is None or (info is None and old is not None):
+        return
+    if info is None:
         raise RuntimeError(
-            f"{info.fqn}: found a {type(param).__name__} where simple_fsdp had put a DTensor shard. Was the parameter "
-            "assigned after sharding? Copy values into the shard instead, or assign before simple_fsdp()."
+            f"{name}: a parameter added to a sharded {type(module).__name__} would not be sharded, nor its gradient "
+            "reduced; add it before simple_fsdp()"
         )
-    return unshard(param, info)
+    comm, found = info.communication, f"a {type(param).__name__} of shape {tuple(param.shape)}"
+    if isinstance(param, DTensor):
+        if param.placements == info.placements and tuple(param.shape) == comm.shape:
+            return
+        found += f" placed as {param.placements}"
+    raise RuntimeError(
+        f"{info.fqn}: {found} was assigned where simple_fsdp() had put a DTensor of shape {comm.shape} placed as "
+        f"{info.placements}. Copy the values into the shard (load_state_dict does), or assign before simple_fsdp()"
+    )
 
 
 def _property(name: str) -> property:
     def get(self):
+        param = self._parameters[name]
+        if param is None:
+            return None
+        info = self._simple_fsdp.params[name]
         if torch.compiler.is_compiling():
-            return _read(self, name)
+            return unshard(param, info.key)
         try:
-            return _read(self, name)
+            return recompute.read(param, info)
         except AttributeError as error:
             # nn.Module.__getattr__ would swallow it and return the shard.
             raise RuntimeError(f"reading {name!r} failed: {error}") from error
@@ -136,20 +180,44 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 
+def _flat_weights(rnn: nn.RNNBase) -> list[Any]:
+    # nn.RNNBase keeps a list of its parameters, which would keep them whole.
+    return [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+
+
+_RNN: dict[str, Any] = {
+    "_flat_weights": property(_flat_weights, lambda _rnn, _weights: None),
+    "flatten_parameters": lambda _rnn: None,
+}
+
+
 @functools.cache
 def _sharded_class(base: type[nn.Module], names: tuple[str, ...], casts: bool) -> type[nn.Module]:
     # One class per (class, names) and nothing of the instance in it: instances with other policies share it, and
     # torch.compile, which guards on the class, compiles a repeated block once.
     namespace: dict[str, Any] = {name: _property(name) for name in names}
     namespace |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    namespace["_simple_fsdp_base"] = base
     if casts:
         namespace["forward"] = _casting(base.forward)
-    return type(base.__name__, (ShardedModule, base), namespace)
+    if issubclass(base, nn.RNNBase):
+        namespace |= _RNN
+    # Controls last: a model's own method of such a name is the one that its code means.
+    return type(base.__name__, (ShardedModule, base, Controls), namespace)
 
 
 def parametrize(module: nn.Module, state: State) -> None:
     """Make reads of ``state.params`` gather while ``module``, or a sharded module above it, is called."""
     casts = state.cast_inputs is not None or state.cast_output is not None
+    base = getattr(type(module), "_simple_fsdp_base", type(module))
     module._simple_fsdp = state  # type: ignore[assignment]
-    module.__class__ = _sharded_class(type(module), tuple(state.params), casts)  # type: ignore[arg-type]
+    own_forward = module.__dict__.get("forward")
+    if casts and own_forward is not None:  # patched on the instance, as some libraries do
+        forward = _casting(lambda _self, *args, **kwargs: own_forward(*args, **kwargs))
+        module.__dict__["forward"] = types.MethodType(forward, module)
+        casts = False
+    if isinstance(module, nn.RNNBase):
+        for name in ("_flat_weights", "_flat_weight_refs"):
+            module.__dict__.pop(name, None)
+    module.__class__ = _sharded_class(base, tuple(state.params), casts)  # type: ignore[arg-type]
     attach(module)

@@ -1,22 +1,78 @@
-"""A parameter as a shard: what is known about it, and the two collectives that it causes.
+"""A parameter as a shard: what is known about it, and the collectives that it causes.
 
 ::
 
-    shard - [pad] - cast - all_gather - wait - [slice] -> full weight     (forward, and again in backward)
-    full gradient - cast - [pad] - reduce_scatter - wait - [slice] - cast -> gradient of the shard
+    shard - [pad] - cast - all_gather - wait - [slice] -> full weight               (forward, and again in backward)
+    full gradient - cast - [pad] - reduce_scatter - wait - [all_reduce - wait] - [slice] - cast -> shard's gradient
 
-The order of casts, reduction and division is FSDP2's (``foreach_all_gather`` and ``foreach_reduce`` in
+A shard along another dim than 0 is moved to dim 0 and back. A replicated parameter is not gathered, and its gradient is
+all-reduced. The order of casts, reductions and divisions is FSDP2's (``foreach_all_gather`` and ``foreach_reduce`` in
 ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``), so that both train to the same bits.
 """
 
-from dataclasses import dataclass
+import functools
+import math
+from ast import literal_eval
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from torch.utils._pytree import tree_leaves
+
+from inductor_passes._compat import dtensor
 
 _c10d = torch.ops._c10d_functional
+
+
+class Group(NamedTuple):
+    """A process group, as functional collectives name it."""
+
+    name: str
+    ranks: int
+
+
+class Communication(NamedTuple):
+    """All that a parameter's collectives depend on; the same on every rank."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    dim: int | None
+    """Dim of the shards; ``None``: every rank holds the whole."""
+    shard_group: Group | None
+    """Ranks that hold different shards; gradients are reduced over them first (all-reduced if ``dim`` is ``None``)."""
+    replica_group: Group | None
+    """Ranks that hold the same shard; gradients are then all-reduced over them."""
+    param_dtype: torch.dtype | None = None
+    """Dtype of the gathered weight; ``None``: that of the shard."""
+    reduce_dtype: torch.dtype | None = None
+    """Dtype of the gradient reduction; ``None``: that of the gradient."""
+    divide_factor: float | None = None
+    """What the sum of all ranks' gradients is divided by; ``None``: the number of ranks."""
+    reshard_after_forward: bool = True
+    """Whether the full weight is dropped after forward and gathered again in backward."""
+
+    def encode(self) -> str:
+        """As text; ``decode`` reads it.
+
+        Of all kinds of values, Dynamo treats only strings as constants for good, and one comparison guards all fields.
+        """
+        return repr(tuple(str(value) if isinstance(value, torch.dtype) else value for value in _plain(self)))
+
+
+def _plain(value: Any) -> Any:
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+
+
+@functools.cache
+def decode(text: str) -> Communication:
+    shape, dim, shard_group, replica_group, param_dtype, reduce_dtype, *rest = literal_eval(text)
+    groups = (None if group is None else Group(*group) for group in (shard_group, replica_group))
+    dtypes = (None if name is None else getattr(torch, name.removeprefix("torch.")) for name in (param_dtype, reduce_dtype))
+    return Communication(shape, dim, *groups, *dtypes, *rest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,82 +84,168 @@ class ShardedModel:
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """What one parameter needs to be gathered and reduced."""
+    """What is known of a sharded parameter."""
 
     fqn: str
     """Name in the model given to ``simple_fsdp``; the first one for a tied parameter."""
     model: ShardedModel
-    group_name: str
-    """Process group of the mesh dimension that the parameter is sharded over, as functional collectives name it."""
-    group_size: int
-    param_dtype: torch.dtype | None
-    """Dtype of the gathered weight; ``None``: that of the shard."""
-    reduce_dtype: torch.dtype | None
-    """Dtype of the gradient reduction; ``None``: that of the gradient."""
-    reshard_after_forward: bool
-    """Whether the full weight is dropped after forward and gathered again in backward."""
+    communication: Communication
+    placements: tuple[Placement, ...]
+    """On the dimensions of its mesh."""
+    key: str = field(init=False)
+    """``communication`` as text."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", self.communication.encode())
 
 
-def shard(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's part of ``param`` along dim 0, as a ``DTensor`` parameter of the same global shape.
+class ReplacedParameter(nn.Parameter):
+    """What a parameter becomes once it is sharded, for those who still hold it: an optimizer that was built before, a
+    plain list, a closure. They would never see a gradient, so every use is an error."""
 
-    Rows are dealt as ``torch.chunk`` does it: ``ceil(rows / ranks)`` to each rank, the last ones may hold
-    fewer or none. No communication: every rank must hold the same full values (as with FSDP2). Python attributes
-    set on ``param`` are kept.
-    """
-    rows = -(-param.shape[0] // mesh.size())
-    start = min(mesh.get_local_rank() * rows, param.shape[0])
-    local = param.detach().narrow(0, start, min(rows, param.shape[0] - start))
-    # A copy: a view would keep the full weight's storage alive.
-    local = local.clone(memory_format=torch.contiguous_format)
-    stride = torch.empty(param.shape, device="meta").stride()
-    dtensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=stride)
-    sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__repr__:
+            return super().__torch_function__(func, types, args, kwargs)
+        fqn = next(arg.replaced_by.simple_fsdp_info.fqn for arg in tree_leaves((args, kwargs)) if isinstance(arg, cls))
+        raise RuntimeError(
+            f"{fqn}: this is the parameter as it was before simple_fsdp(), which replaced it by a shard. Build "
+            "optimizers afterwards, on model.parameters(), and read parameters as attributes of their modules, not "
+            "from lists made before"
+        )
+
+
+def replace_parameter(param: nn.Parameter, local: DTensor, info: ShardedParameter) -> nn.Parameter:
+    """``local`` as the parameter that takes ``param``'s place, with the Python attributes that were set on it."""
+    sharded = nn.Parameter(local, requires_grad=param.requires_grad)
     sharded.__dict__.update(param.__dict__)
+    sharded.simple_fsdp_info = info  # type: ignore[attr-defined]
+    param.__class__ = ReplacedParameter
+    param.replaced_by = sharded  # type: ignore[attr-defined]
     return sharded
 
 
-def unshard(param: Tensor, info: ShardedParameter) -> Tensor:
-    """The full weight of a sharded parameter, in ``param_dtype``; its gradient returns averaged over the ranks."""
-    assert isinstance(param, DTensor)
-    return _Unshard.apply(
-        param.to_local(),
-        param.shape[0],
-        info.param_dtype,
-        info.reduce_dtype,
-        info.group_name,
-        info.group_size,
-        not info.reshard_after_forward,
-    )
+def shard(param: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    """This rank's part of ``param``, as a ``DTensor`` of the same global shape.
+
+    Rows are dealt as ``torch.chunk`` does it: ``ceil(rows / ranks)`` to each rank, the last ones may hold
+    fewer or none. No communication: every rank must hold the same full values (as with FSDP2).
+    """
+    local = param.detach()
+    for i, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            size = param.shape[placement.dim]
+            rows = -(-size // mesh.size(i))
+            start = min(mesh.get_local_rank(i) * rows, size)
+            local = local.narrow(placement.dim, start, min(rows, size - start))
+    # A copy: a view would keep the full weight's storage alive.
+    local = local.clone(memory_format=torch.contiguous_format)
+    return dtensor(local, mesh, placements, param.shape)
 
 
-class _Unshard(torch.autograd.Function):
+def all_gather(local: Tensor, comm: Communication) -> Tensor:
+    """The full weight, in ``param_dtype``, from this rank's shard. Not differentiable."""
+    if 0 in comm.shape:
+        return local.new_empty(comm.shape, dtype=comm.param_dtype)
+    if comm.dim is None or comm.shard_group is None:
+        return local.view_as(local) if comm.param_dtype is None else local.to(comm.param_dtype)
+    ranks, rows = comm.shard_group.ranks, comm.shape[comm.dim]
+    local = _pad_rows(local.movedim(comm.dim, 0) if comm.dim else local, -(-rows // ranks))
+    if comm.param_dtype is not None:
+        local = local.to(comm.param_dtype)
+    parts = _as_real(local.contiguous())
+    full = _c10d.wait_tensor(_c10d.all_gather_into_tensor(parts, ranks, comm.shard_group.name))
+    full = torch.view_as_complex(full) if local.is_complex() else full
+    full = full if full.shape[0] == rows else full[:rows]
+    return full.movedim(0, comm.dim).contiguous() if comm.dim else full
+
+
+def reduce(grad: Tensor, comm: Communication, local: Tensor) -> Tensor:
+    """The gradient of the shard ``local`` from this rank's full gradient, averaged over the ranks. Not differentiable."""
+    if 0 in comm.shape:
+        return torch.zeros_like(local)
+    if comm.reduce_dtype is not None and not grad.is_complex():
+        grad = grad.to(comm.reduce_dtype)
+    dim, groups = comm.dim, [group for group in (comm.shard_group, comm.replica_group) if group is not None]
+    if dim is not None:
+        ranks = groups[0].ranks
+        grad = _pad_rows(grad.movedim(dim, 0) if dim else grad, -(-grad.shape[dim] // ranks) * ranks)
+    rows = _as_real(grad.contiguous())
+    operators, predivide, postdivide = _division(rows.dtype, [group.ranks for group in groups], comm.divide_factor)
+    if predivide != 1:
+        rows = rows / predivide
+    for i, (group, operator) in enumerate(zip(groups, operators, strict=True)):
+        if i == 0 and dim is not None:
+            rows = _c10d.reduce_scatter_tensor(rows, operator, group.ranks, group.name)
+        else:
+            rows = _c10d.all_reduce(rows, operator, group.name)
+        rows = _c10d.wait_tensor(rows)
+    if postdivide != 1:
+        rows = rows / postdivide
+    rows = torch.view_as_complex(rows) if grad.is_complex() else rows
+    if dim is not None:
+        rows = rows if rows.shape[0] == local.shape[dim] else rows[: local.shape[dim]]
+        rows = rows.movedim(0, dim).contiguous() if dim else rows
+    return rows.to(local.dtype)
+
+
+class _Stand(torch.autograd.Function):
+    """Stands for the full weight in the autograd graph, without its memory; its gradient is reduced, once."""
+
     @staticmethod
-    def forward(ctx, local, rows, param_dtype, reduce_dtype, group_name, group_size, _keep):
-        # Whether to keep the full weight is the backend's business. Computing an argument from it makes Dynamo guard
-        # compiled code by it: otherwise a model with another setting would be given the code of the first.
-        ctx.constants = (local.shape[0], local.dtype, reduce_dtype, group_name, group_size)
-        local = _pad_rows(local, -(-rows // group_size))
-        if param_dtype is not None:
-            local = local.to(param_dtype)
-        full = _c10d.wait_tensor(_c10d.all_gather_into_tensor(local, group_size, group_name))
-        return full if full.shape[0] == rows else full[:rows]
+    def forward(ctx, local, comm):
+        ctx.comm, ctx.local = comm, local.detach()
+        return local.new_empty((), dtype=comm.param_dtype).expand(comm.shape)
 
     @staticmethod
     def backward(ctx, grad):
-        local_rows, dtype, reduce_dtype, group_name, group_size = ctx.constants
-        if reduce_dtype is not None:
-            grad = grad.to(reduce_dtype)
-        op, predivide, postdivide = _division(grad.dtype, group_size)
-        grad = _pad_rows(grad, -(-grad.shape[0] // group_size) * group_size).contiguous()
-        if predivide != 1:
-            grad = grad / predivide
-        local = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(grad, op, group_size, group_name))
-        if postdivide != 1:
-            local = local / postdivide
-        if local.shape[0] != local_rows:
-            local = local[:local_rows]
-        return local.to(dtype), None, None, None, None, None, None
+        return _Reduce.apply(grad, ctx.comm, ctx.local), None
+
+
+class _Reduce(torch.autograd.Function):
+    """``reduce``, and what a second derivative needs: the loss is a mean over the ranks, also of what it does with
+    gradients that are a mean over the ranks already, so the average has the gradient of a gather."""
+
+    @staticmethod
+    def forward(ctx, grad, comm, local):
+        ctx.comm = comm._replace(param_dtype=None if grad.dtype == local.dtype else grad.dtype)
+        return reduce(grad, comm, local)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return all_gather(grad, ctx.comm), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx, _stand, local, comm):
+        return all_gather(local, comm)
+
+    @staticmethod
+    def backward(_ctx, grad):
+        return grad, None, None
+
+
+def stand_in(param: DTensor, comm: Communication) -> Tensor:
+    """What ``gather`` takes for all reads of a parameter whose gradients are to be summed and reduced together."""
+    return _Stand.apply(param.to_local(), comm)
+
+
+def gather(param: DTensor, comm: Communication, stand: Tensor) -> Tensor:
+    """The full weight of a sharded parameter, in ``param_dtype``; its gradient flows to ``stand``."""
+    return _Gather.apply(stand, param.to_local(), comm)
+
+
+@torch.compiler.allow_in_graph
+def unshard(param: DTensor, key: str) -> Tensor:
+    """The full weight of a sharded parameter, in ``param_dtype``; its gradient returns averaged over the ranks.
+
+    One node of Dynamo's graph, whatever torch's version makes of the functions inside. ``key``: the parameter's
+    ``Communication``, encoded.
+    """
+    comm = decode(key)
+    return gather(param, comm, stand_in(param, comm))
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:
@@ -112,15 +254,25 @@ def _pad_rows(x: Tensor, rows: int) -> Tensor:
     return nn.functional.pad(x, [0, 0] * (x.ndim - 1) + [0, rows - x.shape[0]])
 
 
-def _division(dtype: torch.dtype, group_size: int) -> tuple[str, float, float]:
-    """Reduction operator and the factors to divide by before and after it (FSDP2's ``_get_gradient_divide_factors``).
+def _as_real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x) if x.is_complex() else x
 
-    float16 is divided by about sqrt(ranks) on each side of a sum, against overflow and underflow; wider
-    types leave the division to the collective.
+
+def _division(dtype: torch.dtype, ranks: list[int], factor: float | None) -> tuple[list[str], float, float]:
+    """Reduction operators and what to divide by before and after them (FSDP2's ``_get_gradient_divide_factors``).
+
+    float32 and bfloat16 leave the division to the collectives where these divide by the number of ranks. Other types
+    (float16: against overflow and underflow) are divided by about sqrt(ranks) on each side of a sum.
     """
-    if dtype != torch.float16:
-        return ("avg" if group_size > 1 else "sum"), 1, 1  # NCCL's average may be wrong on one rank
+    total = math.prod(ranks)
+    if dtype in (torch.float32, torch.bfloat16):
+        if factor is None:  # NCCL's average may be wrong on one rank
+            return ["avg" if total > 1 else "sum"] * len(ranks), 1, 1
+        if factor == ranks[0] and total > 1:
+            return ["avg", "sum"][: len(ranks)], 1, 1
+        return ["sum"] * len(ranks), 1, factor
+    factor = total if factor is None else factor
     before = 1
-    while group_size % before == 0 and group_size / before > before:
+    while factor % before == 0 and factor / before > before:
         before *= 2
-    return "sum", before, group_size / before
+    return ["sum"] * len(ranks), before, factor / before

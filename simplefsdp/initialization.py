@@ -1,0 +1,60 @@
+"""Initial values of shards, without gathering: the same weights as initialising the whole model.
+
+::
+
+    with torch.device("meta"):
+        model = Model()
+    simple_fsdp(model)
+    model.to_empty(device="cuda")
+    torch.manual_seed(0)
+    with sharded_init():
+        model.reset_parameters()
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .sharding import shard
+
+
+class sharded_init(TorchDispatchMode):  # noqa: N801, used as a function
+    """Within it, what is drawn at random for a shard is drawn for the whole parameter, and this rank's part kept.
+
+    Random operators on ``DTensor`` parameters (``nn.init.normal_(layer.weight)``, ``reset_parameters()``, ...) then give
+    the shards of what they would give on the whole model in one process, bit for bit, if all ranks enter with the
+    state of that process's generator (``torch.manual_seed`` right before). One parameter at a time is whole; nothing is
+    communicated. ``model.apply(fn)`` of a sharded model does this by itself.
+
+    It does not hold where initialisation reads values of other parameters' shards, draws on another device than the
+    single process did, or uses functions that DTensor lacks (``nn.init.eye_``: it says so). Buffers are left alone:
+    after ``to_empty`` whatever computes them must be called again.
+
+    Raises:
+        RuntimeError: a random operator that depends on a shard's values (``bernoulli(p)``, dropout).
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or not args or not isinstance(args[0], DTensor):
+            return func(*args, **kwargs)
+        target = args[0]
+        in_place = func._schema.is_mutable
+        if not (in_place or func.overloadpacket.__name__.endswith("_like")) or _tensors(args[1:]):
+            raise RuntimeError(f"{func}: depends on the values of a shard; in sharded_init() only pure draws are right")
+        whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
+        drawn = func(whole, *args[1:], **kwargs)
+        if any(not isinstance(p, Shard) and not p.is_replicate() for p in target.placements):
+            raise RuntimeError(f"{func}: found a DTensor placed as {target.placements}, expected shards or replicas")
+        part = shard(drawn, target.device_mesh, target.placements)
+        if not in_place:
+            return part
+        target._local_tensor.copy_(part._local_tensor)
+        return target
+
+
+def _tensors(values: Any) -> bool:
+    return any(isinstance(value, Tensor) for value in values)

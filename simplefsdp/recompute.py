@@ -1,0 +1,220 @@
+"""Eager: gather a weight where it is read, drop it when the module is done, gather it again in backward.
+
+[Note: calls]
+The calls of sharded modules form a stack. A weight is gathered at most once while the innermost call that read it lasts,
+and dropped when that call ends. What autograd has saved of it would keep it alive; so the outermost call installs
+hooks that save, in place of any view of a gathered weight, the parameter and the geometry of the view. In backward the
+first use gathers the weight again, the last use drops it: nothing else is computed again.
+
+All reads of a parameter in one outermost call share a stand-in, so that their gradients are summed before one
+reduction. Whether a collective is issued depends on the program alone, never on reference counts: ranks would diverge.
+
+Under torch.compile none of this runs; the passes see to the same.
+"""
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from inductor_passes._compat import inside_torch_compile, skip_code
+
+from .sharding import Communication, ShardedParameter, all_gather, gather, stand_in
+
+_Key = tuple[int, bool, bool]
+
+
+@dataclass(eq=False)
+class _Outermost:
+    """What all calls inside one outermost call share."""
+
+    stands: dict[int, Tensor] = field(default_factory=dict)
+    """Stand-ins of the parameters read so far, by ``id``."""
+    weights: dict[int, "_Again"] = field(default_factory=dict)
+    """By ``id`` of the parameter."""
+    storages: dict[int, tuple[StorageWeakRef, "_Again", int]] = field(default_factory=dict)
+    """The gathered weights, by storage, and their version. The reference keeps the address from being used again."""
+    hooks: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Full:
+    """A gathered weight."""
+
+    tensor: Tensor
+    version: int
+    fqn: str
+
+
+@dataclass(eq=False)
+class _Call:
+    outermost: _Outermost
+    gathered: dict[_Key, "_Full"] = field(default_factory=dict)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.held: dict[int, Tensor] = {}
+        """Weights that ``module.unshard()`` gathered, by ``id`` of the parameter."""
+
+
+_thread = _Thread()
+
+
+class _Again:
+    """A weight that is gathered again in backward."""
+
+    def __init__(self, param: DTensor, comm: Communication, fqn: str):
+        self.local, self.comm, self.fqn = param._local_tensor, comm, fqn
+        self.dtype = comm.param_dtype or self.local.dtype
+        self.version = self.local._version
+        self.saved = self.unused = 0
+        self.full: Tensor | None = None
+
+    def get(self) -> Tensor:
+        if self.local._version != self.version:
+            raise RuntimeError(
+                f"{self.fqn}: was changed between forward and backward, which needs the weight that forward used; "
+                "call backward before changing parameters"
+            )
+        full = self.full
+        if full is None:
+            with torch.no_grad():
+                full = all_gather(self.local, self.comm)
+            if torch._C._current_graph_task_id() == -1:  # somebody inspects the graph
+                return full
+            self.full, self.unused = full, self.saved
+            # A branch that backward does not take would keep it.
+            torch.autograd.Variable._execution_engine.queue_callback(self.drop)  # type: ignore[attr-defined]
+        self.unused -= 1
+        if self.unused == 0:
+            self.drop()
+        return full
+
+    def drop(self) -> None:
+        self.full = None
+
+
+@dataclass(frozen=True)
+class _View:
+    """What is saved for backward in place of a view of a gathered weight."""
+
+    weight: _Again
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def get(self) -> Tensor:
+        return self.weight.get().as_strided(self.size, self.stride, self.offset)
+
+
+def enter(compiled: bool) -> _Call:
+    """Begin the call of a sharded module; ``compiled``: it is compiled in place."""
+    calls = _thread.calls
+    if calls:
+        call = _Call(calls[-1].outermost)
+    else:
+        call = _Call(_Outermost())
+        # Only the innermost hooks run, so the user's must not be covered, nor the compiler's.
+        free = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        if free and torch._C._current_graph_task_id() == -1 and not (compiled or inside_torch_compile()):
+            call.outermost.hooks = True
+            storages = call.outermost.storages
+            torch._C._autograd._push_saved_tensors_default_hooks(lambda tensor: _pack(storages, tensor), _unpack)
+    calls.append(call)
+    return call
+
+
+def leave(call: _Call) -> None:
+    """End it, whether it returned or raised."""
+    _thread.calls.pop()
+    if not _thread.calls:
+        _thread.held.clear()
+        if call.outermost.hooks:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        call.outermost.stands.clear()
+
+
+def check_unchanged(call: _Call) -> None:
+    """Raise if a weight was changed in place while it was whole: the shard would not change."""
+    for full in call.gathered.values():
+        if full.version != _version(full.tensor):
+            raise RuntimeError(
+                f"{full.fqn}: was changed in place in forward, where it is a gathered copy, and the change would be "
+                "lost; change the shard outside of forward, under torch.no_grad()"
+            )
+
+
+# Where Dynamo cannot trace a call it would try these next, each by itself.
+for _function in (enter, leave, check_unchanged):
+    skip_code(_function.__code__)
+
+
+def read(param: DTensor, info: ShardedParameter) -> Tensor:
+    """The full weight inside a call, in backward or while held by ``unshard``; elsewhere ``param``, the shard."""
+    if (full := _thread.held.get(id(param))) is not None:
+        return full
+    # The backward of a checkpointed region may call any function of the user's, not only modules.
+    if not _thread.calls:
+        return param if torch._C._current_graph_task_id() == -1 else _gather(param, info, _Outermost())
+    key = (id(param), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    for call in reversed(_thread.calls):
+        if key in call.gathered:
+            return call.gathered[key].tensor
+    call = _thread.calls[-1]
+    full = _gather(param, info, call.outermost)
+    call.gathered[key] = _Full(full, _version(full), info.fqn)
+    return full
+
+
+def hold(params: list[tuple[DTensor, ShardedParameter]]) -> None:
+    """Gather weights and keep them until ``release`` or the end of the next outermost call."""
+    outermost = _Outermost()
+    for param, info in params:
+        if id(param) not in _thread.held:
+            _thread.held[id(param)] = _gather(param, info, outermost)
+
+
+def release(params: list[tuple[DTensor, ShardedParameter]]) -> None:
+    for param, _ in params:
+        _thread.held.pop(id(param), None)
+
+
+def _gather(param: DTensor, info: ShardedParameter, outermost: _Outermost) -> Tensor:
+    comm = info.communication
+    if not (torch.is_grad_enabled() and param.requires_grad):
+        full = all_gather(param._local_tensor, comm)
+    else:
+        stand = outermost.stands.get(id(param))
+        if stand is None:
+            stand = outermost.stands[id(param)] = stand_in(param, comm)
+        full = gather(param, comm, stand)
+    storage = full.untyped_storage()
+    if comm.reshard_after_forward and storage._cdata != param._local_tensor.untyped_storage()._cdata:
+        again = outermost.weights.setdefault(id(param), _Again(param, comm, info.fqn))
+        outermost.storages[storage._cdata] = StorageWeakRef(storage), again, _version(full)
+    return full
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _pack(storages: dict[int, tuple[StorageWeakRef, _Again, int]], tensor: Tensor) -> Any:
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return tensor
+    _, weight, version = storages.get(tensor.untyped_storage()._cdata, (None, None, 0))
+    # A weight that was changed in place, or is seen as another type, could not be had back by gathering.
+    if weight is None or tensor._version != version or tensor.dtype is not weight.dtype or tensor.is_conj() or tensor.is_neg():
+        return tensor
+    weight.saved += 1
+    return _View(weight, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+def _unpack(saved: Any) -> Tensor:
+    return saved.get() if isinstance(saved, _View) else saved
