@@ -100,42 +100,34 @@ def simple_fsdp(
             "(torchrun sets the environment that it reads)"
         )
     mode = check_mode(mode, mesh)
-    ignored = _ignored(model, ignored_params)
     check_modules(model)
+    _relink(model)
+    ignored = _ignored(model, ignored_params)
     params = {fqn: param for fqn, param in model.named_parameters() if id(param) not in ignored}
-    new = {fqn: param for fqn, param in params.items() if _known(param) is None}
+    known = {fqn: info for fqn, param in params.items() if (info := getattr(param, "simple_fsdp_info", None))}
+    new = {fqn: param for fqn, param in params.items() if fqn not in known}
     for fqn, param in new.items():
         check_parameter(fqn, param)
     mesh = mesh or init_device_mesh(_device_type(new), (dist.get_world_size(),))
     for fqn, param in new.items():
         check_device(fqn, param, mesh)
-        if isinstance(param, DTensor):
-            check_dtensor(fqn, param, mesh)
-
+        check_dtensor(fqn, param, mesh)
     placements = {fqn: _placements(fqn, param, mode, shard_placement_fn) for fqn, param in new.items()}
     reshard = _per_parameter("reshard_after_forward", reshard_after_forward, list(new))
-    groups = [Group(mesh.get_group(i).group_name, mesh.size(i)) for i in range(mesh.ndim)]
-    shard_group, replica_group = {
-        "fully_shard": (groups[0], None),
-        "hybrid_shard": (groups[-1], groups[0]),
-        "replicate": (None, groups[0]),
-    }[mode]
+
     sharded_model = ShardedModel(tuple(params))
     sharded: dict[int, tuple[nn.Parameter, ShardedParameter]] = {}
-    for fqn, param in params.items():
-        if known := _known(param):
-            replacement, info = known
-            sharded[id(param)] = sharded[id(replacement)] = replacement, replace(info, fqn=fqn, model=sharded_model)
-            continue
-        floating = param.is_floating_point()
-        dim = next((p.dim for p in placements[fqn] if isinstance(p, Shard)), None)
+    for fqn, info in known.items():
+        sharded[id(params[fqn])] = params[fqn], replace(info, fqn=fqn, model=sharded_model)
+    shard_group, replica_group = _groups(mode, mesh)
+    for fqn, param in new.items():
         comm = Communication(
             shape=tuple(param.shape),
-            dim=dim,
+            dim=next((p.dim for p in placements[fqn] if isinstance(p, Shard)), None),
             shard_group=shard_group,
             replica_group=replica_group,
-            param_dtype=mp_policy.param_dtype if floating else None,
-            reduce_dtype=mp_policy.reduce_dtype if floating else None,
+            param_dtype=mp_policy.param_dtype if param.is_floating_point() else None,
+            reduce_dtype=mp_policy.reduce_dtype if param.is_floating_point() else None,
             divide_factor=gradient_divide_factor,
             reshard_after_forward=reshard[fqn],
         )
@@ -151,11 +143,20 @@ def simple_fsdp(
 skip_code(simple_fsdp.__code__)
 
 
-def _known(param: nn.Parameter) -> tuple[nn.Parameter, ShardedParameter] | None:
-    """The shard that an earlier call on a part of the model made of ``param``, which may be that shard."""
-    param = param.replaced_by if isinstance(param, ReplacedParameter) else param  # type: ignore[assignment]
-    info = getattr(param, "simple_fsdp_info", None)
-    return None if info is None else (param, info)
+def _relink(model: nn.Module) -> None:
+    """Tie again what a call on a part untied: its parameter became a shard there, and not where others hold it."""
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if isinstance(param, ReplacedParameter):
+                module._parameters[name] = param.replaced_by  # type: ignore[assignment]
+
+
+def _groups(mode: str, mesh: DeviceMesh) -> tuple[Group | None, Group | None]:
+    """Of ranks that hold different shards, and of ranks that hold the same."""
+    groups = [Group(mesh.get_group(i).group_name, mesh.size(i)) for i in range(mesh.ndim)]
+    if mode == "hybrid_shard":
+        return groups[1], groups[0]
+    return (groups[0], None) if mode == "fully_shard" else (None, groups[0])
 
 
 def _ignored(model: nn.Module, ignored_params: Iterable[nn.Parameter] | None) -> dict[int, nn.Parameter]:
@@ -166,8 +167,8 @@ def _ignored(model: nn.Module, ignored_params: Iterable[nn.Parameter] | None) ->
             raise TypeError(f"ignored_params: expected parameters, found {type(param).__name__}")
         if id(param) not in own:
             raise ValueError(f"ignored_params: a parameter of shape {tuple(param.shape)} is not one of the model's")
-        if _known(param):
-            raise ValueError(f"ignored_params: {_known(param)[1].fqn} is sharded already")  # type: ignore[index]
+        if info := getattr(param, "simple_fsdp_info", None):
+            raise ValueError(f"ignored_params: {info.fqn} is sharded already")
     return {id(param): param for param in ignored}
 
 

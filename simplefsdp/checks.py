@@ -12,7 +12,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from ._messages import unknown
 from .parametrization import ShardedModule
-from .sharding import ReplacedParameter
 
 MODES = ("fully_shard", "hybrid_shard", "replicate")
 
@@ -107,8 +106,8 @@ def _why_not(module: nn.Module) -> str | None:
 
 def check_parameter(fqn: str, param: nn.Parameter) -> None:
     """Raise if ``param`` cannot be sharded, naming it and the reason."""
-    if isinstance(param, ReplacedParameter | DTensor):
-        return
+    if isinstance(param, DTensor):
+        return  # see check_dtensor
     if isinstance(param, UninitializedParameter):
         raise ValueError(f"{fqn}: has no shape yet; run the lazy module once before simple_fsdp()")
     if type(param) is not nn.Parameter:
@@ -125,8 +124,10 @@ def check_parameter(fqn: str, param: nn.Parameter) -> None:
         raise ValueError(f"{fqn}: has a gradient, which its shard would lose; zero_grad(set_to_none=True) first")
 
 
-def check_dtensor(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
+def check_dtensor(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
     """Raise for a parameter that somebody else distributed."""
+    if not isinstance(param, DTensor):
+        return
     overlap = set(param.device_mesh.mesh_dim_names or ()) & set(mesh.mesh_dim_names or ())
     if overlap or param.device_mesh == mesh:
         what = f"dimension {min(overlap)!r}" if overlap else "the mesh"

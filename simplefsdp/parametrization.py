@@ -160,6 +160,8 @@ def _property(name: str) -> property:
             # nn.Module.__getattr__ would swallow it and return the shard.
             raise RuntimeError(f"reading {name!r} failed: {error}") from error
 
+    # Where Dynamo cannot trace a forward it would try what that calls, and make a graph of a gather alone.
+    skip_code(get.__code__)
     return property(get)
 
 
@@ -187,6 +189,7 @@ def _flat_weights(rnn: nn.RNNBase) -> list[Any]:
 
 _RNN: dict[str, Any] = {
     "_flat_weights": property(_flat_weights, lambda _rnn, _weights: None),
+    "_update_flat_weights": lambda _rnn: None,
     "flatten_parameters": lambda _rnn: None,
 }
 

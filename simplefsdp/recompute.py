@@ -70,14 +70,14 @@ class _Again:
     """A weight that is gathered again in backward."""
 
     def __init__(self, param: DTensor, comm: Communication, fqn: str):
-        self.local, self.comm, self.fqn = param._local_tensor, comm, fqn
-        self.dtype = comm.param_dtype or self.local.dtype
-        self.version = self.local._version
+        self.param, self.comm, self.fqn = param, comm, fqn
+        self.dtype = comm.param_dtype or param.dtype
+        self.versions = self._versions()
         self.saved = self.unused = 0
         self.full: Tensor | None = None
 
     def get(self) -> Tensor:
-        if self.local._version != self.version:
+        if self._versions() != self.versions:
             raise RuntimeError(
                 f"{self.fqn}: was changed between forward and backward, which needs the weight that forward used; "
                 "call backward before changing parameters"
@@ -85,7 +85,7 @@ class _Again:
         full = self.full
         if full is None:
             with torch.no_grad():
-                full = all_gather(self.local, self.comm)
+                full = all_gather(self.param._local_tensor, self.comm)
             if torch._C._current_graph_task_id() == -1:  # somebody inspects the graph
                 return full
             self.full, self.unused = full, self.saved
@@ -95,6 +95,9 @@ class _Again:
         if self.unused == 0:
             self.drop()
         return full
+
+    def _versions(self) -> tuple[int, int]:
+        return self.param._version, self.param._local_tensor._version
 
     def drop(self) -> None:
         self.full = None
@@ -155,6 +158,7 @@ for _function in (enter, leave, check_unchanged):
     skip_code(_function.__code__)
 
 
+@torch._dynamo.disable
 def read(param: DTensor, info: ShardedParameter) -> Tensor:
     """The full weight inside a call, in backward or while held by ``unshard``; elsewhere ``param``, the shard."""
     if (full := _thread.held.get(id(param))) is not None:

@@ -1,15 +1,17 @@
 """Graphs of a sharded model, made on one process with a fake group."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inductor_passes.collectives import GraphParameter
 from inductor_passes.partition import partition
@@ -23,6 +25,7 @@ PARTITIONERS: dict[str, Callable[..., Any]] = {
 _c10d = torch.ops._c10d_functional
 ALL_GATHER = _c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
+ALL_REDUCE = _c10d.all_reduce.default
 WAIT = _c10d.wait_tensor.default
 
 
@@ -82,6 +85,23 @@ def copy(graph: Graph) -> Graph:
 
 def nodes(graph: Graph, target: Any) -> list[Node]:
     return list(graph.find_nodes(op="call_function", target=target))
+
+
+@contextmanager
+def recorded_gathers(result: Tensor | None = None) -> Iterator[list[Tensor]]:
+    """The inputs of all-gathers meanwhile, which give ``result`` if that is not ``None``."""
+    inputs: list[Tensor] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+            out = func(*args, **(kwargs or {}))
+            if func is not ALL_GATHER:
+                return out
+            inputs.append(args[0].clone())
+            return out if result is None else result.clone()
+
+    with Mode():
+        yield inputs
 
 
 def fqns(graph: Graph, target: Any) -> list[tuple[str, ...]]:

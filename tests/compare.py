@@ -1,0 +1,74 @@
+"""The property that all models must have: sharded training is training of the whole model on all ranks' batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from simplefsdp import simple_fsdp
+
+LOWERINGS: dict[str, dict[str, Any] | None] = {
+    "eager": None,
+    "aot_eager": {"lower_with": "aot_eager", "plan": "block"},
+    "inductor": {"plan": "block"},
+}
+
+
+def vectors(step: int, rank: int, rows: int = 3) -> Tensor:
+    """Input of a rank and a step, (rows, 6)."""
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def whole(tensor: Any) -> Tensor:
+    """The value of a DTensor, or the tensor itself."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def same_steps(
+    build: Callable[[], nn.Module],
+    lowering: str = "eager",
+    *,
+    wrap: Callable[[nn.Module], nn.Module] = simple_fsdp,
+    inputs: Callable[[int, int], Tensor] = vectors,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    steps: int = 5,
+    fullgraph: bool = False,
+    tolerance: float = 1e-5,
+) -> nn.Module:
+    """Train ``build()`` sharded, and in one process on the batches of all ranks. Gradients (and which are ``None``),
+    parameters and buffers must agree to rounding. Runs on a rank; returns the sharded model."""
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
+    model = wrap(build())
+    options = LOWERINGS[lowering]
+    forward: Any = model
+    if options is not None:
+        forward = torch.compile(model, backend="simplefsdp", options=options, fullgraph=fullgraph)
+    optimizers = [optimizer([p for p in m.parameters() if p.requires_grad], lr=0.05) for m in (plain, model)]
+    for step in range(steps):
+        batches = [inputs(step, rank) for rank in range(dist.get_world_size())]
+        plain(torch.cat(batches)).square().mean().backward()
+        forward(batches[dist.get_rank()]).square().mean().backward()
+        assert_same({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in plain.named_parameters()}, tolerance)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    assert_same(dict(model.named_parameters()), dict(plain.named_parameters()), tolerance)
+    assert_same(dict(model.named_buffers()), dict(plain.named_buffers()), tolerance)
+    return model
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    assert list(found) == list(expected)
+    assert {n for n, t in found.items() if t is None} == {n for n, t in expected.items() if t is None}
+    for name, value in expected.items():
+        if value is not None:
+            rough = value.dtype is torch.bfloat16
+            torch.testing.assert_close(
+                whole(found[name]), value, rtol=0.02 if rough else tolerance, atol=0.02 if rough else tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )

@@ -1,0 +1,285 @@
+"""Without torch.compile: what is gathered when, what stays alive until backward, and what is refused."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from simplefsdp import simple_fsdp
+from tests import zoo
+from tests.compare import assert_same, same_steps, vectors, whole
+from tests.ranks import Ranks
+
+one_of_four = pytest.mark.usefixtures("one_of_four")
+WIDE = 64
+WHOLE = WIDE * WIDE * 4
+"""Bytes of one weight."""
+
+
+class Watch(TorchDispatchMode):
+    """Counts operators, and the bytes of the tensors made meanwhile that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.made: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        out = func(*args, **(kwargs or {}))
+        self.counts[func.overloadpacket.__name__] += 1
+        seen = {storage._cdata for storage in _storages((args, kwargs))} - set(self.made)
+        for storage in _storages(out):
+            if storage._cdata not in seen:  # a view of something older
+                self.made[storage._cdata] = StorageWeakRef(storage)
+        return out
+
+    def alive(self) -> int:
+        storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.made.values()]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    tensors = [t for t in tree_leaves(tree) if isinstance(t, Tensor) and not hasattr(t, "_local_tensor")]
+    return [tensor.untyped_storage() for tensor in tensors]
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDE, WIDE, bias=False), nn.Tanh()) for _ in range(4)])
+
+
+def alive_after_forward(model: nn.Module) -> int:
+    with Watch() as watch:
+        loss = model(torch.ones(2, WIDE)).sum()
+        alive = watch.alive()
+    loss.backward()
+    return alive
+
+
+def per_layer_fsdp2(model: nn.Sequential) -> nn.Module:
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+@one_of_four
+def test_full_weights_are_freed_between_forward_and_backward_as_with_fsdp2() -> None:
+    activations = alive_after_forward(mlp())
+    assert alive_after_forward(simple_fsdp(mlp())) == activations
+    assert alive_after_forward(per_layer_fsdp2(mlp())) == activations
+    # The first weight is not needed in backward.
+    assert alive_after_forward(simple_fsdp(mlp(), reshard_after_forward=False)) == activations + 3 * WHOLE
+    kept = simple_fsdp(mlp(), reshard_after_forward={"1.*": False})
+    assert alive_after_forward(kept) == activations + WHOLE
+
+
+@one_of_four
+def test_at_most_one_weight_is_whole_at_a_time() -> None:
+    model = simple_fsdp(mlp())
+    peak = 0
+
+    class Peak(Watch):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal peak
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            peak = max(peak, self.alive())
+            return out
+
+    with Peak():
+        loss = model(torch.ones(2, WIDE)).sum()
+        assert peak < 2 * WHOLE
+        loss.backward()
+    # A full weight and its full gradient.
+    assert peak < 3.5 * WHOLE
+
+
+@one_of_four
+def test_backward_gathers_each_weight_once_and_computes_nothing_else_again() -> None:
+    def counts(model: nn.Module) -> tuple[Counter[str], Counter[str]]:
+        with Watch() as forward:
+            loss = model(torch.ones(2, WIDE)).sum()
+        with Watch() as backward:
+            loss.backward()
+        return forward.counts, backward.counts
+
+    plain, sharded = counts(mlp()), counts(simple_fsdp(mlp()))
+    gathers = [direction["all_gather_into_tensor"] for direction in sharded]
+    assert gathers == [4, 3]
+    assert sharded[1]["reduce_scatter_tensor"] == 4
+    for op in ("mm", "tanh", "tanh_backward"):
+        assert [d[op] for d in sharded] == [d[op] for d in plain]
+
+
+@one_of_four
+@pytest.mark.parametrize("make", [zoo.UsedTwice, zoo.Tied])
+def test_a_weight_used_twice_is_reduced_once(make: Callable[[], nn.Module]) -> None:
+    model = simple_fsdp(make())
+    with Watch() as watch:
+        model(torch.ones(2, 6)).sum().backward()
+    assert watch.counts["reduce_scatter_tensor"] == len(list(model.parameters()))
+
+
+@one_of_four
+def test_a_weight_read_twice_by_one_module_is_gathered_once() -> None:
+    class Reads(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.t() @ self.weight
+
+    model = simple_fsdp(Reads(6, 6, bias=False))
+    with Watch() as watch, torch.no_grad():
+        model(torch.ones(2, 6))
+    assert watch.counts["all_gather_into_tensor"] == 1
+
+
+@one_of_four
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpointed_region_is_gathered_once_a_direction(use_reentrant: bool) -> None:
+    model = simple_fsdp(mlp())
+    x = torch.ones(2, WIDE, requires_grad=True)
+    with Watch() as watch:
+        out = checkpoint(model, x, use_reentrant=use_reentrant)
+        assert watch.counts["all_gather_into_tensor"] == 4
+        assert watch.alive() <= out.nbytes
+        out.sum().backward()
+    assert watch.counts["all_gather_into_tensor"] == 8
+    assert watch.counts["reduce_scatter_tensor"] == 4
+
+
+@one_of_four
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_nothing_stays_alive_without_gradients(mode: Callable[[], Any]) -> None:
+    model = simple_fsdp(mlp())
+    with Watch() as watch, mode():
+        out = model(torch.ones(2, WIDE))
+        assert watch.alive() <= 2 * out.nbytes
+
+
+@one_of_four
+def test_an_exception_in_forward_leaves_nothing_behind() -> None:
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            super().forward(x)
+            raise KeyError("planted")
+
+    model = simple_fsdp(nn.Sequential(mlp(), Fails(WIDE, WIDE)))
+    with Watch() as watch:
+        with pytest.raises(KeyError, match="planted"):
+            model(torch.ones(2, WIDE))
+        assert watch.alive() < WHOLE, "only what the traceback holds"
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert hasattr(model[1].weight, "placements")
+
+
+def test_retained_graphs_and_hooks_of_the_user(two_ranks: Ranks) -> None:
+    two_ranks.run(_retained)
+
+
+def _retained() -> None:
+    torch.manual_seed(0)
+    plain = zoo.UsedTwice()
+    torch.manual_seed(0)
+    model = simple_fsdp(zoo.UsedTwice())
+    x = vectors(0, 0)
+    with torch.autograd.graph.save_on_cpu():
+        hooked = model(x).square().mean()
+    losses = [plain(x).square().mean(), model(x).square().mean()]
+    for loss in losses:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    grads = [{n: p.grad for n, p in m.named_parameters()} for m in (model, plain)]
+    assert_same(*grads, tolerance=1e-6)
+    model.zero_grad()
+    hooked.backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(2 * whole(p.grad), q.grad)
+
+
+def test_a_penalty_on_gradients_trains_as_in_a_single_process(two_ranks: Ranks) -> None:
+    two_ranks.run(_penalties)
+
+
+class _InputPenalty(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(self.inner(x).square().sum(), x, create_graph=True)
+        return grad
+
+
+def _penalties() -> None:
+    same_steps(lambda: _InputPenalty(zoo.build("used twice")), inputs=lambda s, r: 0.1 * vectors(s, r))
+    # Of parameters: the norm of the mean gradient, added to the loss.
+    grads = []
+    for wrap in (lambda m: m, simple_fsdp):
+        torch.manual_seed(0)
+        model = wrap(zoo.build("used twice"))
+        ranks = [dist.get_rank()] if wrap is simple_fsdp else range(dist.get_world_size())
+        loss = torch.stack([model(vectors(0, r)).square().mean() for r in ranks]).mean()
+        first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        norms = [g.square().sum() for g in first]
+        norm = torch.stack([n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]).sum()
+        (loss + norm).backward()
+        grads.append({n: p.grad for n, p in model.named_parameters()})
+    assert_same(grads[1], grads[0], tolerance=1e-5)
+
+
+def test_a_third_derivative_through_a_reduction_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(_third)
+
+
+def _third() -> None:
+    model = simple_fsdp(zoo.build("used twice"))
+    params = list(model.parameters())
+    loss = model(vectors(0, 0)).square().mean()
+    first = torch.autograd.grad(loss, params, create_graph=True)
+    second = torch.autograd.grad(first[0].square().sum().full_tensor(), params[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        second[0].sum().full_tensor().backward()
+
+
+@one_of_four
+def test_a_shard_changed_between_forward_and_backward_is_an_error() -> None:
+    model = simple_fsdp(mlp())
+    loss = model(torch.ones(2, WIDE)).sum()
+    with torch.no_grad():
+        model[1][0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"1\.0\.weight: was changed between forward and backward"):
+        loss.backward()
+
+
+@one_of_four
+def test_a_weight_changed_in_forward_is_an_error() -> None:
+    class Clamps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-1, 1)
+            return super().forward(x)
+
+    model = simple_fsdp(nn.Sequential(Clamps(6, 6)))
+    with pytest.raises(RuntimeError, match=r"0\.weight: was changed in place in forward"):
+        model(torch.ones(2, 6))
+
+
+@one_of_four
+def test_a_weight_that_forward_returns_stays_right() -> None:
+    class Returns(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), self.weight
+
+    model = simple_fsdp(Returns(6, 8))
+    out, weight = model(torch.ones(2, 6))
+    (out.sum() + weight.sum()).backward()
+    assert weight.shape == (8, 6)
+    assert model.weight.grad is not None
