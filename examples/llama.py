@@ -53,9 +53,17 @@ class Rope(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        angles = torch.outer(torch.arange(config.max_seq_len).float(), rope_frequencies(config))
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.config = config
+        self.register_buffer("cos", torch.empty(config.max_seq_len, config.head_dim // 2), persistent=False)
+        self.register_buffer("sin", torch.empty(config.max_seq_len, config.head_dim // 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Compute the tables (needed again after ``to_empty``)."""
+        positions = torch.arange(self.config.max_seq_len, device=self.cos.device).float()
+        angles = torch.outer(positions, rope_frequencies(self.config).to(self.cos.device))
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
 
     def forward(self, x: Tensor) -> Tensor:
         """Rotate ``x`` of shape (batch, seq, heads, head_dim) by its positions 0 .. seq-1."""
@@ -120,9 +128,9 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
-        rope = Rope(config)
+        self.rope = Rope(config)
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config, rope) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, self.rope) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -135,6 +143,9 @@ class Llama(nn.Module):
             if param.ndim > 1:
                 ends_branch = name.endswith(("wo.weight", "w2.weight"))
                 nn.init.normal_(param, std=0.02 / math.sqrt(2 * self.config.layers) if ends_branch else 0.02)
+            else:
+                nn.init.ones_(param)
+        self.rope.reset_parameters()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (batch, seq, vocab) for ``tokens`` (batch, seq); with ``targets`` the mean loss in nats instead."""

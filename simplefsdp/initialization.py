@@ -11,11 +11,12 @@
         model.reset_parameters()
 """
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .sharding import shard
@@ -39,22 +40,28 @@ class sharded_init(TorchDispatchMode):  # noqa: N801, used as a function
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or not args or not isinstance(args[0], DTensor):
+        target = args[0] if args else None
+        if not isinstance(target, DTensor):
             return func(*args, **kwargs)
-        target = args[0]
+        whole = functools.partial(torch.empty, dtype=target.dtype, device=target._local_tensor.device)
+        if func is torch.ops.aten.new_empty.default:  # to be filled, worked on, and copied
+            return whole(args[1])
+        if func is torch.ops.aten.copy_.default and not isinstance(args[1], DTensor):
+            return _keep(target, args[1].expand(target.shape))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
         in_place = func._schema.is_mutable
-        if not (in_place or func.overloadpacket.__name__.endswith("_like")) or _tensors(args[1:]):
+        pure = in_place or func.overloadpacket.__name__.endswith("_like")
+        if not pure or any(isinstance(arg, Tensor) for arg in args[1:]):
             raise RuntimeError(f"{func}: depends on the values of a shard; in sharded_init() only pure draws are right")
-        whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
-        drawn = func(whole, *args[1:], **kwargs)
-        if any(not isinstance(p, Shard) and not p.is_replicate() for p in target.placements):
-            raise RuntimeError(f"{func}: found a DTensor placed as {target.placements}, expected shards or replicas")
-        part = shard(drawn, target.device_mesh, target.placements)
-        if not in_place:
-            return part
-        target._local_tensor.copy_(part._local_tensor)
-        return target
+        drawn = func(whole(target.shape), *args[1:], **kwargs)
+        return _keep(target, drawn) if in_place else drawn
 
 
-def _tensors(values: Any) -> bool:
-    return any(isinstance(value, Tensor) for value in values)
+def _keep(target: DTensor, full: Tensor) -> DTensor:
+    """Copy this rank's part of ``full`` into ``target``."""
+    if not all(isinstance(p, Shard | Replicate) for p in target.placements):
+        raise RuntimeError(f"found a DTensor placed as {target.placements}; expected shards or replicas")
+    part = shard(full, target.device_mesh, target.placements)
+    target._local_tensor.copy_(part._local_tensor)
+    return target
