@@ -82,7 +82,8 @@ class Collective:
     def kind(self) -> tuple[Any, ...]:
         """What collectives must have in common to be carried out by one."""
         then = self.then.kind if self.then else ()
-        return (self.node.target, self.options, self.input.meta["val"].dtype, *then)
+        # Behind an odd number of reals a complex number would not be aligned.
+        return (self.node.target, self.options, self.input.meta["val"].dtype, _is_complex(self.input), *then)
 
 
 def gathers(graph: Graph) -> list[Collective]:
@@ -145,6 +146,14 @@ def _prepares_a_shard(node: Node) -> bool:
     if node.target in _VIEWS:  # DTensor.to_local takes a view of the same shape
         return node.meta["val"].shape == node.all_input_nodes[0].meta["val"].shape
     return node.target in (*_CASTS, *_PADS, *_MOVES, *_COPIES, *_COMPLEX)
+
+
+def _is_complex(node: Node) -> bool:
+    while deterministic(node) and len(node.all_input_nodes) == 1:
+        if node.target in _COMPLEX:
+            return True
+        node = node.all_input_nodes[0]
+    return False
 
 
 def _marked(graph: Graph, *targets: Callable[..., Any]) -> list[Node]:

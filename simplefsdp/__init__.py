@@ -9,5 +9,6 @@
 from . import backend as backend  # importing it registers the torch.compile backend
 from .api import simple_fsdp
 from .initialization import sharded_init
+from .parametrization import register_fsdp_forward_method
 
-__all__ = ["sharded_init", "simple_fsdp"]
+__all__ = ["register_fsdp_forward_method", "sharded_init", "simple_fsdp"]

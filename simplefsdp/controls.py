@@ -1,15 +1,16 @@
 """What FSDP2's ``FSDPModule`` lets a training loop change between steps, under the same names."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from inductor_passes._compat import dtensor
+
 from . import recompute
-from .sharding import ShardedParameter
+from .sharding import ShardedParameter, reduce
 
 
 class Controls:
@@ -19,20 +20,19 @@ class Controls:
     def unshard(self) -> None:
         """Gather the weights now, and keep them whole until ``reshard()`` or the end of the next outermost call.
 
-        Every rank must call it. Meanwhile reading an attribute (``model.output.weight``) gives the full weight, also
-        outside of a call; ``parameters()`` and ``state_dict()`` still give shards. Compiled code gathers by itself.
+        Every rank must call it, after the optimizer's step. Meanwhile reading an attribute (``model.output.weight``)
+        gives the full weight, also outside of a call; ``parameters()`` and ``state_dict()`` still give shards. Compiled
+        code gathers by itself.
         """
-        recompute.hold([(param, info) for _, _, param, info in _sharded(self)])
+        recompute.hold([(each.param, each.info, each.stand) for each in _sharded(self)])
 
     def reshard(self) -> None:
         """Drop the weights that ``unshard()`` gathered."""
-        recompute.release([(param, info) for _, _, param, info in _sharded(self)])
+        recompute.release([each.param for each in _sharded(self)])
 
     def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
         """Whether full weights are dropped after forward. Compiled code is compiled again for it."""
-        if not isinstance(reshard_after_forward, bool):
-            raise TypeError(f"reshard_after_forward: expected True or False, found {reshard_after_forward!r}")
-        _change(self, reshard_after_forward=reshard_after_forward)
+        _change(self, reshard_after_forward=_check_bool("reshard_after_forward", reshard_after_forward))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of all ranks' gradients by ``factor``, and no longer by the number of ranks.
@@ -41,6 +41,87 @@ class Controls:
         """
         _change(self, divide_factor=check_divide_factor("factor", factor))
 
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether gradients are reduced in backward; ``False``: each rank adds up its own full ones, without
+        communication (gradient accumulation).
+
+        What counts is the setting at the time of forward. Full gradients are kept in ``reduce_dtype``, apart from
+        ``param.grad``: they take the memory of the whole parameters. ``True`` reduces what was added up so far
+        (a collective: every rank must call it) and adds it to ``param.grad``. Compiled code is compiled once for each.
+        """
+        _check_bool("requires_gradient_sync", requires_gradient_sync)
+        stands: dict[int, Tensor] = {}
+        for each in _sharded(self):
+            if not requires_gradient_sync:
+                stands[id(each.param)] = each.stands[each.name] = stands.get(id(each.param), _stand(each))
+            elif (stand := each.stands.pop(each.name, None)) is not None and stand.grad is not None:
+                _add_reduced(each.param, each.info, stand.grad)
+                stand.grad = None
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """A sharded parameter as an attribute of a module."""
+
+    name: str
+    param: DTensor
+    params: dict[str, ShardedParameter]
+    stands: dict[str, Tensor]
+
+    @property
+    def info(self) -> ShardedParameter:
+        return self.params[self.name]
+
+    @property
+    def stand(self) -> Tensor | None:
+        return self.stands.get(self.name)
+
+
+def _sharded(root: Any) -> list[_Sharded]:
+    """Every sharded parameter below ``root``; a tied one as often as it is held."""
+    states: list[tuple[Any, Any]] = [
+        (module, module._simple_fsdp)
+        for module in cast(nn.Module, root).modules()
+        if isinstance(module, Controls)
+    ]
+    return [
+        _Sharded(name, param, state.params, state.stands)
+        for module, state in states
+        for name in state.params
+        if (param := module._parameters[name]) is not None
+    ]
+
+
+def _change(root: Controls, **policy: Any) -> None:
+    changed: dict[int, ShardedParameter] = {}
+    for each in _sharded(root):
+        if id(each.param) not in changed:
+            comm = each.info.communication._replace(**policy)
+            changed[id(each.param)] = replace(each.info, communication=comm)
+        each.params[each.name] = each.param.simple_fsdp_info = changed[id(each.param)]  # type: ignore[attr-defined]
+
+
+def _stand(each: _Sharded) -> Tensor:
+    """A leaf of the shape of the full gradient, without its memory."""
+    if each.stand is not None:
+        return each.stand
+    comm = each.info.communication
+    dtype = comm.reduce_dtype or comm.param_dtype or each.param.dtype
+    leaf = each.param._local_tensor.new_empty((), dtype=dtype).expand(comm.shape)
+    return leaf.requires_grad_(each.param.requires_grad)
+
+
+def _add_reduced(param: DTensor, info: ShardedParameter, full: Tensor) -> None:
+    local = reduce(full, info.communication, param._local_tensor)
+    gradient = dtensor(local, param.device_mesh, info.placements, param.shape)
+    param.grad = gradient if param.grad is None else param.grad + gradient
+
+
+def _check_bool(option: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{option}: expected True or False, found {value!r}")
+    return value
+
 
 def check_divide_factor(option: str, factor: Any) -> float:
     if isinstance(factor, bool) or not isinstance(factor, int | float):
@@ -48,20 +129,3 @@ def check_divide_factor(option: str, factor: Any) -> float:
     if not (math.isfinite(factor) and factor > 0):
         raise ValueError(f"{option}: expected a positive number, found {factor!r}")
     return float(factor)
-
-
-def _sharded(root: Any) -> Iterator[tuple[Any, str, DTensor, ShardedParameter]]:
-    """Every sharded parameter below ``root`` with its module and attribute name; a tied one as often as it is held."""
-    for module in cast(nn.Module, root).modules():
-        if isinstance(module, Controls):
-            for name, info in list(module._simple_fsdp.params.items()):  # type: ignore[attr-defined]
-                if (param := cast(Any, module)._parameters[name]) is not None:
-                    yield module, name, param, info
-
-
-def _change(root: Controls, **policy: Any) -> None:
-    changed: dict[int, ShardedParameter] = {}
-    for module, name, param, info in _sharded(root):
-        if id(param) not in changed:
-            changed[id(param)] = replace(info, communication=info.communication._replace(**policy))
-        module._simple_fsdp.params[name] = param.simple_fsdp_info = changed[id(param)]  # type: ignore[attr-defined]

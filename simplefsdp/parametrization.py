@@ -38,6 +38,8 @@ class State:
 
     params: dict[str, ShardedParameter] = field(default_factory=dict)
     """By attribute name; empty where only modules below hold parameters."""
+    stands: dict[str, Tensor] = field(default_factory=dict)
+    """While gradients are not reduced: what collects the full gradient of a parameter, by attribute name."""
     cast_inputs: torch.dtype | None = None
     """Dtype that floating-point arguments of ``forward`` are cast to."""
     cast_output: torch.dtype | None = None
@@ -50,16 +52,7 @@ class ShardedModule(nn.Module):
     _simple_fsdp: State
 
     def __call__(self, *args, **kwargs):
-        # While Dynamo traces, reads always gather; a stack would be a side effect inside a checkpointed region.
-        if torch.compiler.is_compiling():
-            return super().__call__(*args, **kwargs)
-        call = recompute.enter(compiled=self._compiled_call_impl is not None)
-        try:
-            result = super().__call__(*args, **kwargs)
-            recompute.check_unchanged(call)
-            return result
-        finally:
-            recompute.leave(call)
+        return _call(self, super().__call__, args, kwargs)
 
     def _apply(self, fn, recurse=True):
         result = super()._apply(fn, recurse)
@@ -108,9 +101,23 @@ class ShardedModule(nn.Module):
         )
 
 
-# Otherwise Dynamo would take this frame for the top of the graph, and the call would not be on the stack where the
+def _call(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    # While Dynamo traces, reads always gather; a stack would be a side effect inside a checkpointed region.
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    call = recompute.enter(compiled=module._compiled_call_impl is not None)
+    try:
+        result = function(*args, **kwargs)
+        recompute.check_unchanged(call)
+        return result
+    finally:
+        recompute.leave(call)
+
+
+# Otherwise Dynamo would take these frames for the top of the graph, and the call would not be on the stack where the
 # graph breaks further down: what runs between two graphs must still see that it is inside a call.
-skip_code(ShardedModule.__call__.__code__)
+for _function in (ShardedModule.__call__, _call):
+    skip_code(_function.__code__)
 
 
 def attach(module: nn.Module) -> None:
@@ -149,13 +156,14 @@ def _check_replacement(module: ShardedModule, name: str, param: nn.Parameter | N
 def _property(name: str) -> property:
     def get(self):
         param = self._parameters[name]
-        if param is None:
-            return None
-        info = self._simple_fsdp.params[name]
+        if not isinstance(param, DTensor) and not isinstance(param, nn.Parameter):
+            return param  # None, or what torch.func.functional_call put there
+        state = self._simple_fsdp
+        info, stand = state.params[name], state.stands.get(name) if param.requires_grad else None
         if torch.compiler.is_compiling():
-            return unshard(param, info.key)
+            return unshard(param, info.key, stand)
         try:
-            return recompute.read(param, info)
+            return recompute.read(param, info, stand)
         except AttributeError as error:
             # nn.Module.__getattr__ would swallow it and return the shard.
             raise RuntimeError(f"reading {name!r} failed: {error}") from error
@@ -163,6 +171,27 @@ def _property(name: str) -> property:
     # Where Dynamo cannot trace a forward it would try what that calls, and make a graph of a gather alone.
     skip_code(get.__code__)
     return property(get)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of ``module`` than ``forward`` read full weights when it is called from outside (``generate``,
+    ``encode``). Under ``torch.compile`` every method may. As ``torch.distributed.fsdp``'s function of this name.
+
+    Raises:
+        TypeError: ``module`` is not sharded.
+        AttributeError: it has no such method.
+    """
+    if not isinstance(module, ShardedModule):
+        raise TypeError(f"module: expected one that simple_fsdp() has sharded, found a {type(module).__name__}")
+    method = getattr(module, method_name)
+    if not isinstance(method, types.MethodType):
+        raise AttributeError(f"method_name: {method_name!r} is no method of {type(module).__name__}")
+
+    def inside_a_call(self, *args, **kwargs):
+        return _call(self, method.__func__.__get__(self), args, kwargs)
+
+    skip_code(inside_a_call.__code__)
+    setattr(module, method_name, types.MethodType(functools.wraps(method.__func__)(inside_a_call), module))
 
 
 def _casting(forward: Callable[..., Any]) -> Callable[..., Any]:

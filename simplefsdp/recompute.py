@@ -59,8 +59,8 @@ class _Call:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.calls: list[_Call] = []
-        self.held: dict[int, Tensor] = {}
-        """Weights that ``module.unshard()`` gathered, by ``id`` of the parameter."""
+        self.held: dict[int, tuple[DTensor, Tensor]] = {}
+        """Weights that ``module.unshard()`` gathered, with their parameter and by its ``id``."""
 
 
 _thread = _Thread()
@@ -159,42 +159,47 @@ for _function in (enter, leave, check_unchanged):
 
 
 @torch._dynamo.disable
-def read(param: DTensor, info: ShardedParameter) -> Tensor:
-    """The full weight inside a call, in backward or while held by ``unshard``; elsewhere ``param``, the shard."""
-    if (full := _thread.held.get(id(param))) is not None:
-        return full
+def read(param: DTensor, info: ShardedParameter, stand: Tensor | None) -> Tensor:
+    """The full weight inside a call, in backward or while held by ``unshard``; elsewhere ``param``, the shard.
+
+    ``stand``: where its gradient is to flow, if it is not to be reduced.
+    """
+    if id(param) in _thread.held:
+        return _thread.held[id(param)][1]
     # The backward of a checkpointed region may call any function of the user's, not only modules.
     if not _thread.calls:
-        return param if torch._C._current_graph_task_id() == -1 else _gather(param, info, _Outermost())
+        return param if torch._C._current_graph_task_id() == -1 else _gather(param, info, _Outermost(), stand)
     key = (id(param), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
     for call in reversed(_thread.calls):
         if key in call.gathered:
             return call.gathered[key].tensor
     call = _thread.calls[-1]
-    full = _gather(param, info, call.outermost)
+    full = _gather(param, info, call.outermost, stand)
     call.gathered[key] = _Full(full, _version(full), info.fqn)
     return full
 
 
-def hold(params: list[tuple[DTensor, ShardedParameter]]) -> None:
+def hold(params: list[tuple[DTensor, ShardedParameter, Tensor | None]]) -> None:
     """Gather weights and keep them until ``release`` or the end of the next outermost call."""
     outermost = _Outermost()
-    for param, info in params:
-        if id(param) not in _thread.held:
-            _thread.held[id(param)] = _gather(param, info, outermost)
+    with torch.enable_grad():  # who uses them later may want gradients
+        for param, info, stand in params:
+            if id(param) not in _thread.held:
+                _thread.held[id(param)] = param, _gather(param, info, outermost, stand)
 
 
-def release(params: list[tuple[DTensor, ShardedParameter]]) -> None:
-    for param, _ in params:
+def release(params: list[DTensor]) -> None:
+    for param in params:
         _thread.held.pop(id(param), None)
 
 
-def _gather(param: DTensor, info: ShardedParameter, outermost: _Outermost) -> Tensor:
+def _gather(param: DTensor, info: ShardedParameter, outermost: _Outermost, stand: Tensor | None) -> Tensor:
     comm = info.communication
     if not (torch.is_grad_enabled() and param.requires_grad):
         full = all_gather(param._local_tensor, comm)
     else:
-        stand = outermost.stands.get(id(param))
+        if stand is None:
+            stand = outermost.stands.get(id(param))
         if stand is None:
             stand = outermost.stands[id(param)] = stand_in(param, comm)
         full = gather(param, comm, stand)

@@ -238,14 +238,15 @@ def gather(param: DTensor, comm: Communication, stand: Tensor) -> Tensor:
 
 
 @torch.compiler.allow_in_graph
-def unshard(param: DTensor, key: str) -> Tensor:
-    """The full weight of a sharded parameter, in ``param_dtype``; its gradient returns averaged over the ranks.
+def unshard(param: DTensor, key: str, stand: Tensor | None = None) -> Tensor:
+    """The full weight of a sharded parameter, in ``param_dtype``; its gradient returns averaged over the ranks, or
+    flows to ``stand``, as it is.
 
     One node of Dynamo's graph, whatever torch's version makes of the functions inside. ``key``: the parameter's
     ``Communication``, encoded.
     """
     comm = decode(key)
-    return gather(param, comm, stand_in(param, comm))
+    return gather(param, comm, stand_in(param, comm) if stand is None else stand)
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:

@@ -252,6 +252,8 @@ def encoder() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, DIM)), nn.TransformerEncoder(layer, 2), nn.Flatten())
 
 
+ODD_COMPLEX = "complex behind an odd number of values"
+
 PARAMETERS: dict[str, Callable[[], nn.Module]] = {
     "fewer rows than ranks": lambda: FewerRowsThanRanks(torch.randn(1, DIM)),
     "0-dim": lambda: Scalar(torch.tensor(1.5)),
@@ -260,6 +262,9 @@ PARAMETERS: dict[str, Callable[[], nn.Module]] = {
     "non-contiguous": lambda: NotContiguous((torch.randn(DIM, DIM) * 0.3).t()),
     "bf16 beside fp32": lambda: nn.Sequential(nn.Linear(DIM, DIM), BFloat16(torch.randn(DIM, dtype=torch.bfloat16))),
     "complex": lambda: Complex(torch.randn(DIM, dtype=torch.complex64)),
+    ODD_COMPLEX: lambda: nn.Sequential(
+        FewerRowsThanRanks(torch.randn(1, 1)), Complex(torch.randn(DIM, dtype=torch.complex64))
+    ),
     "integer": lambda: Integer(torch.randperm(DIM), requires_grad=False),
     "three dims": lambda: Three(torch.randn(DIM, 5, DIM) * 0.2),
     "in a ParameterList": InList,

@@ -1,18 +1,22 @@
 """What a training loop may change between steps, under FSDP2's names."""
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from simplefsdp import simple_fsdp
+from simplefsdp import register_fsdp_forward_method, simple_fsdp
 from simplefsdp.controls import Controls
 from tests import graphs, zoo
-from tests.compare import vectors
+from tests.compare import LOWERINGS, assert_same, vectors
 from tests.models import batch, tiny_llama
 from tests.ranks import Ranks
+from tests.watch import Watch
 
 one_of_four = pytest.mark.usefixtures("one_of_four")
 
@@ -95,3 +99,55 @@ def _other_methods() -> None:
     compiled = torch.compile(model.encode, backend="simplefsdp", options={"plan": "none", "lower_with": "aot_eager"})
     result: list[Tensor] = [compiled(x), plain.encode(x)]
     torch.testing.assert_close(*result)
+    register_fsdp_forward_method(model, "encode")
+    for module in (model, copy.deepcopy(model)):
+        out = module.encode(x)
+        torch.testing.assert_close(out, plain.encode(x))
+        out.sum().backward()
+        assert module.weight.grad is not None
+    with pytest.raises(TypeError, match="module: expected one that simple_fsdp.. has sharded, found a OtherMethods"):
+        register_fsdp_forward_method(plain, "encode")
+    with pytest.raises(AttributeError, match="'weight' is no method of OtherMethods"):
+        register_fsdp_forward_method(model, "weight")
+
+
+@pytest.mark.parametrize("lowering", ["eager", "aot_eager", "inductor"])
+def test_gradients_are_added_up_without_communication(two_ranks: Ranks, lowering: str) -> None:
+    two_ranks.run(_accumulate, lowering)
+
+
+def _accumulate(lowering: str) -> None:
+    torch._dynamo.utils.counters.clear()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    options = LOWERINGS[lowering]
+    results = []
+    for wrap in (fully_shard, simple_fsdp):
+        model: Any = wrap(zoo.build("LoRA"), mp_policy=policy)
+        compiled = options is not None and wrap is simple_fsdp
+        forward = torch.compile(model, backend="simplefsdp", options=options) if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(9):
+            last = step % 3 == 2
+            model.set_requires_gradient_sync(last)
+            loss = forward(vectors(step, dist.get_rank())).square().mean()
+            with Watch() as watch:
+                loss.backward()
+            assert last or wrap is fully_shard or watch.counts["reduce_scatter_tensor"] == 0
+            assert last or all(p.grad is None for p in model.parameters())
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append({n: p.to_local() for n, p in model.named_parameters()})
+    assert_same(results[1], results[0], tolerance=1e-3 if lowering == "inductor" else 1e-6)
+    if options:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "one for each setting, not more"
+
+
+@one_of_four
+def test_frozen_and_tied_parameters_without_reductions() -> None:
+    model = simple_fsdp(nn.Sequential(zoo.Lora(), zoo.Tied()))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 6)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    assert {n for n, p in model.named_parameters() if p.grad is None} == {"0.base.weight", "0.base.bias"}
+    assert model[1].up.weight.grad.placements == model[1].up.weight.placements

@@ -108,7 +108,7 @@ def test_every_kind_of_parameter_trains_in_other_modes(four_ranks: Ranks, mode: 
 
 def _kinds(mode: str, lowering: str) -> None:
     def build() -> nn.Module:
-        kinds = ["fewer rows than ranks", "0-dim", "zero-size", "complex", "integer", "tied", "LoRA"]
+        kinds = ["fewer rows than ranks", "0-dim", "zero-size", zoo.ODD_COMPLEX, "integer", "tied", "LoRA"]
         return zoo.Residual(*[zoo.PARAMETERS[kind]() for kind in kinds])
 
     mesh = two_by_two() if mode == "hybrid_shard" else None

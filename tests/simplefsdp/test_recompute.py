@@ -9,47 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from simplefsdp import simple_fsdp
 from tests import zoo
 from tests.compare import assert_same, same_steps, vectors, whole
 from tests.ranks import Ranks
+from tests.watch import Watch
 
 one_of_four = pytest.mark.usefixtures("one_of_four")
 WIDE = 64
 WHOLE = WIDE * WIDE * 4
 """Bytes of one weight."""
-
-
-class Watch(TorchDispatchMode):
-    """Counts operators, and the bytes of the tensors made meanwhile that are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.made: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
-        out = func(*args, **(kwargs or {}))
-        self.counts[func.overloadpacket.__name__] += 1
-        seen = {storage._cdata for storage in _storages((args, kwargs))} - set(self.made)
-        for storage in _storages(out):
-            if storage._cdata not in seen:  # a view of something older
-                self.made[storage._cdata] = StorageWeakRef(storage)
-        return out
-
-    def alive(self) -> int:
-        storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.made.values()]
-        return sum(storage.nbytes() for storage in storages if storage is not None)
-
-
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    tensors = [t for t in tree_leaves(tree) if isinstance(t, Tensor) and not hasattr(t, "_local_tensor")]
-    return [tensor.untyped_storage() for tensor in tensors]
 
 
 def mlp() -> nn.Sequential:

@@ -1,0 +1,112 @@
+"""The one property, for models put together at random: five steps as in a single process."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from simplefsdp import simple_fsdp
+from tests import zoo
+from tests.compare import same_steps
+from tests.ranks import Ranks
+
+CONTAINERS = {
+    "sequential": nn.Sequential,
+    "residual": zoo.Residual,
+    "checkpoint": zoo.Checkpointed,
+    "reentrant checkpoint": zoo.CheckpointedReentrant,
+}
+LEAVES = {**zoo.PARAMETERS, **zoo.MODULES}
+MESHES = {"fully_shard": (2,), "replicate": (2,), "hybrid_shard": (1, 2), "hybrid_shard of one": (2, 1)}
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A leaf of the zoo, or a container of several trees."""
+
+    kind: str
+    inner: tuple["Tree", ...] = ()
+
+    def build(self) -> nn.Module:
+        if self.inner:
+            return CONTAINERS[self.kind](*(tree.build() for tree in self.inner))
+        return LEAVES[self.kind]()
+
+    def kinds(self) -> list[str]:
+        return [self.kind, *(kind for tree in self.inner for kind in tree.kinds())]
+
+
+@dataclass(frozen=True)
+class Model:
+    tree: Tree
+    twice: bool
+    """Whether the whole is called two times with the same weights."""
+    lowering: str
+    mode: str
+    reshard: bool
+    last_dim: bool
+    parts_first: tuple[bool, ...]
+    frozen: tuple[bool, ...]
+
+    def build(self) -> nn.Module:
+        body = self.tree.build()
+        first, last = nn.Linear(zoo.DIM, zoo.DIM), nn.Linear(zoo.DIM, zoo.DIM)
+        model = nn.Sequential(first, body, *([nn.Tanh(), body] if self.twice else []), last)
+        params = [p for p in body.parameters() if p.is_floating_point()]
+        for param, frozen in zip(params, self.frozen, strict=False):
+            param.requires_grad_(param.requires_grad and not frozen)
+        return model
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        settings: dict[str, Any] = {
+            "mesh": init_device_mesh("cpu", MESHES[self.mode]),
+            "mode": self.mode.split()[0],
+            "reshard_after_forward": self.reshard,
+            "shard_placement_fn": (lambda p: Shard(p.ndim - 1) if p.ndim else None) if self.last_dim else None,
+        }
+        parts = [m for m in model.children() if any(True for _ in m.parameters())]
+        for part, first in zip(parts, self.parts_first, strict=False):
+            if first and part is not model[1]:
+                simple_fsdp(part, **settings)
+        if len(self.parts_first) > 2 and self.parts_first[2]:
+            simple_fsdp(model[1], **settings)
+        return simple_fsdp(model, **settings)
+
+
+leaves = st.sampled_from(sorted(LEAVES)).map(Tree)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.builds(Tree, st.sampled_from(sorted(CONTAINERS)), st.lists(inner, min_size=1, max_size=3).map(tuple)),
+    max_leaves=5,
+)
+booleans = st.lists(st.booleans(), max_size=4).map(tuple)
+models = st.builds(
+    Model,
+    tree=trees,
+    twice=st.booleans(),
+    lowering=st.sampled_from(["eager", "aot_eager"]),
+    mode=st.sampled_from(sorted(MESHES)),
+    reshard=st.booleans(),
+    last_dim=st.booleans(),
+    parts_first=booleans,
+    frozen=booleans,
+)
+
+
+def _trains(model: Model) -> None:
+    torch.manual_seed(0)
+    same_steps(model.build, model.lowering, wrap=model.shard, tolerance=1e-4)
+
+
+def test_random_models_train_as_in_a_single_process(two_ranks: Ranks) -> None:
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(models)
+    def check(model: Model) -> None:
+        two_ranks.run(_trains, model)
+
+    check()
