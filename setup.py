@@ -13,7 +13,7 @@ setup(
     install_requires=["torch>=2.11", "numpy"],
     extras_require={
         "examples": ["tqdm"],
-        "dev": ["tqdm", "pytest", "hypothesis", "expecttest", "ruff", "mypy", "types-tqdm"],
+        "dev": ["tqdm", "transformers", "pytest", "hypothesis", "expecttest", "ruff", "mypy", "types-tqdm"],
     },
     entry_points={"torch_dynamo_backends": ["simplefsdp = simplefsdp.backend:simplefsdp"]},
 )

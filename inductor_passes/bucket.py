@@ -72,7 +72,9 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
 
 def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
     last = max(member.node for member in members)
-    inputs, results = ([_numel(node) for node in nodes] for nodes in zip(*((m.input, m.node) for m in members), strict=True))
+    inputs, results = (
+        [_numel(node) for node in nodes] for nodes in zip(*((m.input, m.node) for m in members), strict=True)
+    )
     ranks = inputs[0] // results[0]  # an all-reduce has one row
     with graph.inserting_before(last):
         rows = [_view(m.input, [ranks, n]) for m, n in zip(members, results, strict=True)]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from inductor_passes._compat import inside_torch_compile, skip_code
 
@@ -39,6 +39,7 @@ from .sharding import (
 
 Model = TypeVar("Model", bound=nn.Module)
 
+
 def simple_fsdp(
     model: Model,
     mesh: DeviceMesh | None = None,
@@ -52,39 +53,50 @@ def simple_fsdp(
 ) -> Model:
     """Shard ``model``'s parameters over the ranks of ``mesh``, in place, and return it.
 
-    Each parameter becomes a ``DTensor`` shard along dim 0 (uneven and empty shards included) under its own name:
-    persistent memory for parameters, gradients and optimizer state falls by the number of ranks. Reading a
-    parameter inside ``forward`` all-gathers it; its gradient is reduce-scattered and averaged over the ranks.
-    Under ``torch.compile(model, backend="simplefsdp")`` these collectives are part of the graph: one gather and one
-    reduction per parameter and graph, merged into buckets. Without it they run one by one where they are needed
-    (right, but slow: for debugging), and full weights live until backward has used them.
+    Each parameter becomes a ``DTensor`` under its own name: persistent memory for parameters, gradients and optimizer
+    state falls by the number of shards. Reading a parameter inside ``forward`` all-gathers it; its gradient is
+    reduce-scattered and averaged over the ranks. Under ``torch.compile(model, backend="simplefsdp")`` these collectives
+    are part of the graph: one gather and one reduction per parameter and graph, merged into buckets. Without it they
+    run one by one where they are needed (right, but slow: for debugging), and full weights are freed after the module
+    that read them, and gathered again in backward.
 
     No collective runs in this call: every rank must hold the same initial values, as with ``fully_shard``.
-    Build the optimizer afterwards, on ``model.parameters()``. Tied parameters stay one parameter, frozen ones stay
-    frozen and are not reduced.
+    Build the optimizer afterwards, on ``model.parameters()``; one built before raises at its next use. Tied parameters
+    stay one parameter, frozen ones stay frozen and are not reduced, buffers are left alone.
+
+    Parts may be sharded first, by calls of their own with their own mesh and policy; the call on the whole then shards
+    what is left, and gives all parameters the names they have in it.
 
     Args:
-        model: any module whose parameters are on the mesh's device (or on ``meta``). Modules with sharded
-            parameters, and those that contain them, become instances of subclasses of the same name.
-        mesh: 1-D ``DeviceMesh``; ``None``: all ranks of the default process group.
-        mode: ``"fully_shard"``, or ``None`` to take it from the mesh. ``"hybrid_shard"`` and ``"replicate"`` are
-            not there yet.
+        model: any module whose parameters are on the mesh's device or on ``meta`` (see ``sharded_init``). Modules with
+            sharded parameters, and those that contain them, become instances of subclasses of the same name.
+        mesh: 1-D ``DeviceMesh``, or 2-D with dimensions (replicate, shard); ``None``: all ranks of the default process
+            group, 1-D.
+        mode: ``"fully_shard"``: shards over a 1-D mesh. ``"hybrid_shard"``: shards over the second dimension of a 2-D
+            mesh, each shard held once per rank of the first; gradients are reduce-scattered, then all-reduced.
+            ``"replicate"``: whole parameters on each rank of a 1-D mesh, gradients all-reduced (data parallel).
+            ``None``: ``"fully_shard"`` or ``"hybrid_shard"``, from the mesh.
         mp_policy: ``torch.distributed.fsdp.MixedPrecisionPolicy``. ``param_dtype``: weights are cast to it before
             the gather. ``reduce_dtype``: gradients are cast to it before the reduction. ``cast_forward_inputs``:
             floating-point inputs of the model and of its repeated blocks are cast to ``param_dtype``, as FSDP2
             does where ``fully_shard`` is applied per block. ``output_dtype``: the model's floating-point outputs
-            are cast to it. Shards, gradients and optimizer state keep the original dtype.
+            are cast to it. Shards, gradients and optimizer state keep the original dtype. Complex and integer
+            parameters are not cast.
         reshard_after_forward: ``True`` drops full weights after forward and gathers them again in backward;
             ``False`` keeps them until backward. ``{glob: bool}`` over FQNs sets it per parameter: the last glob
-            that matches counts, parameters matched by none are resharded. Honoured under ``torch.compile``.
-        shard_placement_fn, gradient_divide_factor, ignored_params: not there yet; must be ``None``.
+            that matches counts, parameters matched by none are resharded.
+        shard_placement_fn: called with each parameter as it was; returns the ``Shard`` of its dim, uneven ones
+            included, or ``None`` for ``Shard(0)``. 0-dim parameters are replicated whatever it returns.
+        ignored_params: parameters to leave as they are: whole on every rank, their gradients not reduced.
+        gradient_divide_factor: what the sum of all ranks' gradients is divided by; ``None``: the number of ranks.
 
     Raises:
-        TypeError: ``model``, ``mesh``, ``mp_policy`` or ``reshard_after_forward`` is of another type.
-        ValueError: the mesh has another device than a parameter or too many dimensions; an unknown mode; a glob
-            that matches nothing; a 0-dim parameter; a model that is sharded already.
+        TypeError: an argument is of another type than said above.
+        ValueError: a mesh without this rank, of another device than a parameter, or of other dimensions than the mode
+            needs; an unknown mode; a dim that a parameter does not have; a glob that matches nothing; a module or
+            parameter that cannot be sharded (named, with the reason), or is sharded already.
         RuntimeError: no process group; called inside ``torch.compile``.
-        NotImplementedError: an argument that is not there yet.
+        NotImplementedError: ``reshard_after_forward="auto"``; parameters that are ``DTensor`` on another mesh.
 
     Source: SimpleFSDP (arXiv 2411.00284), section 3; numerics of ``torch.distributed.fsdp.fully_shard``.
     """
@@ -148,7 +160,7 @@ def _relink(model: nn.Module) -> None:
     for module in model.modules():
         for name, param in module._parameters.items():
             if isinstance(param, ReplacedParameter):
-                module._parameters[name] = param.replaced_by  # type: ignore[assignment]
+                module._parameters[name] = param.replaced_by
 
 
 def _groups(mode: str, mesh: DeviceMesh) -> tuple[Group | None, Group | None]:

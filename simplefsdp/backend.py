@@ -119,9 +119,7 @@ def simplefsdp(
     passes = passes_for(example_inputs, parsed)
     if parsed.lower_with == "aot_eager":
         return _aot_eager(gm, example_inputs, passes)
-    slots: dict[str, Any] = dict(
-        zip(_PASS_SLOTS, (_OnJoint(passes), _Partitioner(), _OnEachHalf(passes)), strict=True)
-    )
+    slots: dict[str, Any] = dict(zip(_PASS_SLOTS, (_OnJoint(passes), _Partitioner(), _OnEachHalf(passes)), strict=True))
     # AOTAutograd caches only graphs of functions that it knows to depend on nothing but their arguments and source.
     slots["unsafe_marked_cacheable_functions"] = {
         **inductor_config.unsafe_marked_cacheable_functions,

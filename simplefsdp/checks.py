@@ -37,8 +37,9 @@ def check_types(model: object, mesh: object, mp_policy: object, reshard_after_fo
         raise NotImplementedError("reshard_after_forward='auto' needs a planner, which is not there yet; use True")
     elif isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         raise TypeError(
-            f"reshard_after_forward: expected True, False or {{glob: bool}}, found {reshard_after_forward!r}; gathering "
-            "again from a smaller group is not supported. Use hybrid_shard on a mesh whose last dimension has that size"
+            f"reshard_after_forward: expected True, False or {{glob: bool}}, found {reshard_after_forward!r}; "
+            "gathering again from a smaller group is not supported. Use hybrid_shard on a mesh whose last dimension "
+            "has that size"
         )
     elif not isinstance(reshard_after_forward, bool):
         raise TypeError(
@@ -98,7 +99,9 @@ def _why_not(module: nn.Module) -> str | None:
         return "is data parallel already; pass the module inside, or leave it out"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.requires_grad:
         if module.max_norm is not None:
-            return "max_norm changes the weight in forward, where it is a gathered copy; renormalise in the loop instead"
+            return (
+                "max_norm changes the weight in forward, where it is a gathered copy; renormalise in the loop instead"
+            )
         if module.sparse:
             return "sparse=True makes sparse gradients, which cannot be reduced; use sparse=False"
     return None

@@ -80,9 +80,7 @@ class _Sharded:
 def _sharded(root: Any) -> list[_Sharded]:
     """Every sharded parameter below ``root``; a tied one as often as it is held."""
     states: list[tuple[Any, Any]] = [
-        (module, module._simple_fsdp)
-        for module in cast(nn.Module, root).modules()
-        if isinstance(module, Controls)
+        (module, module._simple_fsdp) for module in cast(nn.Module, root).modules() if isinstance(module, Controls)
     ]
     return [
         _Sharded(name, param, state.params, state.stands)

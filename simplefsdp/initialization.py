@@ -22,13 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .sharding import shard
 
 
-class sharded_init(TorchDispatchMode):  # noqa: N801, used as a function
+class sharded_init(TorchDispatchMode):
     """Within it, what is drawn at random for a shard is drawn for the whole parameter, and this rank's part kept.
 
-    Random operators on ``DTensor`` parameters (``nn.init.normal_(layer.weight)``, ``reset_parameters()``, ...) then give
-    the shards of what they would give on the whole model in one process, bit for bit, if all ranks enter with the
-    state of that process's generator (``torch.manual_seed`` right before). One parameter at a time is whole; nothing is
-    communicated. ``model.apply(fn)`` of a sharded model does this by itself.
+    Random operators on ``DTensor`` parameters (``nn.init.normal_(layer.weight)``, ``reset_parameters()``, ...) then
+    give the shards of what they would give on the whole model in one process, bit for bit, if all ranks enter with the
+    state of that process's generator (``torch.manual_seed`` right before). One parameter at a time is whole; nothing
+    is communicated. ``model.apply(fn)`` of a sharded model does this by itself.
 
     It does not hold where initialisation reads values of other parameters' shards, draws on another device than the
     single process did, or uses functions that DTensor lacks (``nn.init.eye_``: it says so). Buffers are left alone:
@@ -38,7 +38,7 @@ class sharded_init(TorchDispatchMode):  # noqa: N801, used as a function
         RuntimeError: a random operator that depends on a shard's values (``bernoulli(p)``, dropout).
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         target = args[0] if args else None
         if not isinstance(target, DTensor):

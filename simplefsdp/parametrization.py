@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from inductor_passes._compat import inside_torch_compile, skip_code
+from inductor_passes._compat import skip_code
 
 from . import recompute
-from .initialization import sharded_init
 from .controls import Controls
+from .initialization import sharded_init
 from .sharding import ShardedParameter, shard, unshard
 
 
@@ -66,7 +66,8 @@ class ShardedModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         for name, info in self._simple_fsdp.params.items():
-            param, value = self._parameters[name], state_dict.get(prefix + name)
+            value = state_dict.get(prefix + name)
+            param: Any = self._parameters[name]
             whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta
             if whole and param is not None and value.shape == param.shape:
                 state_dict[prefix + name] = shard(value.to(param.device), param.device_mesh, info.placements)

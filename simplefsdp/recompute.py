@@ -1,10 +1,10 @@
 """Eager: gather a weight where it is read, drop it when the module is done, gather it again in backward.
 
 [Note: calls]
-The calls of sharded modules form a stack. A weight is gathered at most once while the innermost call that read it lasts,
-and dropped when that call ends. What autograd has saved of it would keep it alive; so the outermost call installs
-hooks that save, in place of any view of a gathered weight, the parameter and the geometry of the view. In backward the
-first use gathers the weight again, the last use drops it: nothing else is computed again.
+The calls of sharded modules form a stack. A weight is gathered at most once while the innermost call that read it
+lasts, and dropped when that call ends. What autograd has saved of it would keep it alive; so the outermost call
+installs hooks that save, in place of any view of a gathered weight, the parameter and the geometry of the view. In
+backward the first use gathers the weight again, the last use drops it: nothing else is computed again.
 
 All reads of a parameter in one outermost call share a stand-in, so that their gradients are summed before one
 reduction. Whether a collective is issued depends on the program alone, never on reference counts: ranks would diverge.
@@ -90,7 +90,7 @@ class _Again:
                 return full
             self.full, self.unused = full, self.saved
             # A branch that backward does not take would keep it.
-            torch.autograd.Variable._execution_engine.queue_callback(self.drop)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self.drop)
         self.unused -= 1
         if self.unused == 0:
             self.drop()
@@ -219,7 +219,13 @@ def _pack(storages: dict[int, tuple[StorageWeakRef, _Again, int]], tensor: Tenso
         return tensor
     _, weight, version = storages.get(tensor.untyped_storage()._cdata, (None, None, 0))
     # A weight that was changed in place, or is seen as another type, could not be had back by gathering.
-    if weight is None or tensor._version != version or tensor.dtype is not weight.dtype or tensor.is_conj() or tensor.is_neg():
+    if (
+        weight is None
+        or tensor._version != version
+        or tensor.dtype is not weight.dtype
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
         return tensor
     weight.saved += 1
     return _View(weight, tensor.size(), tensor.stride(), int(tensor.storage_offset()))

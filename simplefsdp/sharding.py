@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
-
 from torch.utils._pytree import tree_leaves
 
 from inductor_passes._compat import dtensor
@@ -70,9 +69,15 @@ def _plain(value: Any) -> Any:
 @functools.cache
 def decode(text: str) -> Communication:
     shape, dim, shard_group, replica_group, param_dtype, reduce_dtype, *rest = literal_eval(text)
-    groups = (None if group is None else Group(*group) for group in (shard_group, replica_group))
-    dtypes = (None if name is None else getattr(torch, name.removeprefix("torch.")) for name in (param_dtype, reduce_dtype))
-    return Communication(shape, dim, *groups, *dtypes, *rest)
+    return Communication(
+        shape,
+        dim,
+        shard_group and Group(*shard_group),
+        replica_group and Group(*replica_group),
+        param_dtype and getattr(torch, param_dtype.removeprefix("torch.")),
+        reduce_dtype and getattr(torch, reduce_dtype.removeprefix("torch.")),
+        *rest,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +107,8 @@ class ShardedParameter:
 class ReplacedParameter(nn.Parameter):
     """What a parameter becomes once it is sharded, for those who still hold it: an optimizer that was built before, a
     plain list, a closure. They would never see a gradient, so every use is an error."""
+
+    replaced_by: Any
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -161,7 +168,7 @@ def all_gather(local: Tensor, comm: Communication) -> Tensor:
 
 
 def reduce(grad: Tensor, comm: Communication, local: Tensor) -> Tensor:
-    """The gradient of the shard ``local`` from this rank's full gradient, averaged over the ranks. Not differentiable."""
+    """The gradient of the shard ``local``, averaged over the ranks, from this rank's full one. Not differentiable."""
     if 0 in comm.shape:
         return torch.zeros_like(local)
     if comm.reduce_dtype is not None and not grad.is_complex():

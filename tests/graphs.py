@@ -93,7 +93,7 @@ def recorded_gathers(result: Tensor | None = None) -> Iterator[list[Tensor]]:
     inputs: list[Tensor] = []
 
     class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
             if func is not ALL_GATHER:
                 return out

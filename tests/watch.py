@@ -18,7 +18,7 @@ class Watch(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
         self.made: dict[int, Any] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.counts[func.overloadpacket.__name__] += 1
         seen = {storage._cdata for storage in _storages((args, kwargs))} - set(self.made)

@@ -110,7 +110,8 @@ class InDict(nn.Module):
         self.weights = nn.ParameterDict({"up": torch.randn(DIM, DIM) * 0.3, "bias": torch.randn(DIM)})
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weights["up"], self.weights.bias)
+        bias: Any = self.weights.bias
+        return nn.functional.linear(x, self.weights["up"], bias)
 
 
 class UsedTwice(nn.Module):
@@ -221,7 +222,7 @@ class Attention(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM) -> None:
+    def __init__(self, kind: Any = nn.LSTM) -> None:
         super().__init__()
         self.rnn = kind(3, DIM, num_layers=2, batch_first=True)
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint

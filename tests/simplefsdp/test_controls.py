@@ -91,7 +91,7 @@ def test_other_methods_than_forward_may_read_weights(two_ranks: Ranks) -> None:
 def _other_methods() -> None:
     plain, model = zoo.build("other methods")[1], simple_fsdp(zoo.build("other methods")[1])
     x = vectors(0, 0)
-    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         model.encode(x)
     model.unshard()
     torch.testing.assert_close(model.encode(x), plain.encode(x))
@@ -105,7 +105,7 @@ def _other_methods() -> None:
         torch.testing.assert_close(out, plain.encode(x))
         out.sum().backward()
         assert module.weight.grad is not None
-    with pytest.raises(TypeError, match="module: expected one that simple_fsdp.. has sharded, found a OtherMethods"):
+    with pytest.raises(TypeError, match=r"module: expected one that simple_fsdp\(\) has sharded, found a OtherMethods"):
         register_fsdp_forward_method(plain, "encode")
     with pytest.raises(AttributeError, match="'weight' is no method of OtherMethods"):
         register_fsdp_forward_method(model, "weight")

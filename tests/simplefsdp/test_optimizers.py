@@ -15,7 +15,7 @@ from tests.compare import LOWERINGS, assert_same, same_steps, vectors
 from tests.ranks import Ranks
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Any] = {
     "AdamW fused": functools.partial(AdamW, fused=True),
     "AdamW foreach": functools.partial(AdamW, foreach=True),
     "AdamW loop": functools.partial(AdamW, foreach=False),

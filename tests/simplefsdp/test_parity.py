@@ -113,7 +113,7 @@ def test_training_is_close_to_a_single_process(four_ranks: Ranks, options: dict[
         loss.backward()
         losses.append(loss.item())
         if step == 0:
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
     found = four_ranks.run(_losses_and_whole_gradients, options)

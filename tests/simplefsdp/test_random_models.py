@@ -81,7 +81,9 @@ class Model:
 leaves = st.sampled_from(sorted(LEAVES)).map(Tree)
 trees = st.recursive(
     leaves,
-    lambda inner: st.builds(Tree, st.sampled_from(sorted(CONTAINERS)), st.lists(inner, min_size=1, max_size=3).map(tuple)),
+    lambda inner: st.builds(
+        Tree, st.sampled_from(sorted(CONTAINERS)), st.lists(inner, min_size=1, max_size=3).map(tuple)
+    ),
     max_leaves=5,
 )
 booleans = st.lists(st.booleans(), max_size=4).map(tuple)

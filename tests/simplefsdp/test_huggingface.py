@@ -1,0 +1,73 @@
+"""Models of HuggingFace transformers, built from a configuration: five steps as in a single process."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from simplefsdp import simple_fsdp
+from tests.compare import same_steps
+from tests.ranks import Ranks
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 31,
+    "max_position_embeddings": 32,
+}
+CONFIGS: dict[str, Any] = {
+    "Llama, tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "GPT-2": lambda: transformers.GPT2Config(
+        n_embd=16, n_layer=2, n_head=4, n_positions=32, vocab_size=31, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    ),
+    "BERT": lambda: transformers.BertConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=24,
+        vocab_size=31,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
+    ),
+}
+
+
+class Logits(nn.Module):
+    """The logits of a language model, from tokens alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        config = CONFIGS[kind]()
+        auto = transformers.AutoModelForMaskedLM if kind == "BERT" else transformers.AutoModelForCausalLM
+        self.model = auto.from_config(config, attn_implementation="eager")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens).logits
+
+
+def tokens(step: int, rank: int) -> Tensor:
+    return torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_huggingface_models_train_as_in_a_single_process(two_ranks: Ranks, kind: str, lowering: str) -> None:
+    two_ranks.run(_trains, kind, lowering)
+
+
+def _trains(kind: str, lowering: str) -> None:
+    def wrap(model: Any) -> nn.Module:
+        simple_fsdp(model)
+        model.model.tie_weights()  # changes nothing
+        return model
+
+    model: Any = same_steps(lambda: Logits(kind), lowering, wrap=wrap, inputs=tokens)
+    embedding, head = model.model.get_input_embeddings(), model.model.get_output_embeddings()
+    assert embedding.weight is head.weight
