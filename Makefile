@@ -20,6 +20,7 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.first_light $(ARGS)
+	$(VENV)/bin/python -m benchmarks.wrapping
 
 $(INSTALLED): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -35,6 +35,7 @@ __all__ = [
     "Halves",
     "compile_id",
     "dtensor",
+    "get_eval_frame_callback",
     "get_hash_for_files",
     "inductor_config",
     "inductor_options",

@@ -38,6 +38,7 @@ _PADS = (torch.ops.aten.constant_pad_nd.default,)
 _COPIES = (torch.ops.aten.clone.default,)
 _MOVES = (torch.ops.aten.permute.default,)
 _COMPLEX = (torch.ops.aten.view_as_real.default,)
+_VIEW_AS_COMPLEX = torch.ops.aten.view_as_complex.default
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 _ADD = torch.ops.aten.add.Tensor
 
@@ -83,7 +84,7 @@ class Collective:
         """What collectives must have in common to be carried out by one."""
         then = self.then.kind if self.then else ()
         # Behind an odd number of reals a complex number would not be aligned.
-        return (self.node.target, self.options, self.input.meta["val"].dtype, _is_complex(self.input), *then)
+        return (self.node.target, self.options, self.input.meta["val"].dtype, _becomes_complex(self.result), *then)
 
 
 def gathers(graph: Graph) -> list[Collective]:
@@ -148,12 +149,9 @@ def _prepares_a_shard(node: Node) -> bool:
     return node.target in (*_CASTS, *_PADS, *_MOVES, *_COPIES, *_COMPLEX)
 
 
-def _is_complex(node: Node) -> bool:
-    while deterministic(node) and len(node.all_input_nodes) == 1:
-        if node.target in _COMPLEX:
-            return True
-        node = node.all_input_nodes[0]
-    return False
+def _becomes_complex(node: Node) -> bool:
+    following = [user for user in node.users if deterministic(user) and len(user.all_input_nodes) == 1]
+    return any(user.target is _VIEW_AS_COMPLEX or _becomes_complex(user) for user in following)
 
 
 def _marked(graph: Graph, *targets: Callable[..., Any]) -> list[Node]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from inductor_passes._compat import skip_code
+from inductor_passes._compat import get_eval_frame_callback, skip_code
 
 from . import recompute
 from .controls import Controls
@@ -106,7 +106,8 @@ def _call(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
     # While Dynamo traces, reads always gather; a stack would be a side effect inside a checkpointed region.
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
-    call = recompute.enter(compiled=module._compiled_call_impl is not None)
+    compiled = module._compiled_call_impl is not None or callable(get_eval_frame_callback())
+    call = recompute.enter(compiled)
     try:
         result = function(*args, **kwargs)
         recompute.check_unchanged(call)

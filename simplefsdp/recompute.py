@@ -21,8 +21,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from inductor_passes._compat import inside_torch_compile, skip_code
-
 from .sharding import Communication, ShardedParameter, all_gather, gather, stand_in
 
 _Key = tuple[int, bool, bool]
@@ -116,8 +114,9 @@ class _View:
         return self.weight.get().as_strided(self.size, self.stride, self.offset)
 
 
+@torch._dynamo.disable
 def enter(compiled: bool) -> _Call:
-    """Begin the call of a sharded module; ``compiled``: it is compiled in place."""
+    """Begin the call of a sharded module; ``compiled``: Dynamo sees what it calls."""
     calls = _thread.calls
     if calls:
         call = _Call(calls[-1].outermost)
@@ -125,7 +124,7 @@ def enter(compiled: bool) -> _Call:
         call = _Call(_Outermost())
         # Only the innermost hooks run, so the user's must not be covered, nor the compiler's.
         free = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        if free and torch._C._current_graph_task_id() == -1 and not (compiled or inside_torch_compile()):
+        if free and torch._C._current_graph_task_id() == -1 and not compiled:
             call.outermost.hooks = True
             storages = call.outermost.storages
             torch._C._autograd._push_saved_tensors_default_hooks(lambda tensor: _pack(storages, tensor), _unpack)
@@ -133,6 +132,7 @@ def enter(compiled: bool) -> _Call:
     return call
 
 
+@torch._dynamo.disable
 def leave(call: _Call) -> None:
     """End it, whether it returned or raised."""
     _thread.calls.pop()
@@ -143,6 +143,7 @@ def leave(call: _Call) -> None:
         call.outermost.stands.clear()
 
 
+@torch._dynamo.disable
 def check_unchanged(call: _Call) -> None:
     """Raise if a weight was changed in place while it was whole: the shard would not change."""
     for full in call.gathered.values():
@@ -151,11 +152,6 @@ def check_unchanged(call: _Call) -> None:
                 f"{full.fqn}: was changed in place in forward, where it is a gathered copy, and the change would be "
                 "lost; change the shard outside of forward, under torch.no_grad()"
             )
-
-
-# Where Dynamo cannot trace a call it would try these next, each by itself.
-for _function in (enter, leave, check_unchanged):
-    skip_code(_function.__code__)
 
 
 @torch._dynamo.disable

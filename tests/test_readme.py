@@ -1,9 +1,12 @@
 """The README says nothing that is not so."""
 
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from benchmarks.first_light import SYSTEMS
 
@@ -32,7 +35,7 @@ def test_every_command_is_a_target():
 
 def test_every_row_of_the_table_names_tests_that_exist():
     tests = set(re.findall(r"def (test_\w+)", "".join(p.read_text() for p in (ROOT / "tests").rglob("test_*.py"))))
-    table = README.split("## What works today")[1].split("## Measured")[0]
+    table = README.split("## What works today")[1].split("## Coming from FSDP2")[0]
     rows = [line for line in table.splitlines() if line.startswith("|")][2:]
     assert len(rows) > 10
     for row in rows:
@@ -40,6 +43,15 @@ def test_every_row_of_the_table_names_tests_that_exist():
         named = re.findall(r"`(test_\w+)`", shown_by)
         assert named or "not" in state or "tested" in state, row
         assert set(named) <= tests, row
+
+
+def test_the_migration_table_names_every_method_of_fsdp2_and_every_argument():
+    table = README.split("## Coming from FSDP2")[1].split("## Measured")[0]
+    methods = {name for name in vars(FSDPModule) if not name.startswith("_")}
+    arguments = set(inspect.signature(fully_shard).parameters) - {"module"}
+    assert {name for name in methods | arguments if f"`{name}" not in table and f".{name}(" not in table} == set()
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")][2:]
+    assert all(answer.strip() for _, answer in rows)
 
 
 def test_every_file_named_exists():

@@ -15,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from examples.llama import Block, Llama
 from simplefsdp import simple_fsdp
+from tests import zoo
+from tests.compare import vectors
 from tests.models import tiny_llama
-from tests.ranks import fake_group
+from tests.ranks import Ranks, fake_group
 
 one_of_four = pytest.mark.usefixtures("one_of_four")
 
@@ -209,3 +211,60 @@ def test_a_checkpointed_function_may_read_a_parameter_by_itself():
     model = simple_fsdp(Checkpointed(4, 8, bias=False))
     model(torch.ones(1, 4)).sum().backward()
     assert model.weight.grad is not None
+
+
+def test_ignored_parameters_stay_whole_and_are_not_reduced(two_ranks: Ranks) -> None:
+    two_ranks.run(_ignored)
+
+
+def _ignored() -> None:
+    for options in (None, {"plan": "block", "lower_with": "aot_eager"}):
+        plain, model = zoo.build("tied"), zoo.build("tied")
+        kept = model[0].weight
+        simple_fsdp(model, ignored_params=[kept, model[2].bias])
+        assert model[0].weight is kept
+        assert [isinstance(p, DTensor) for p in model.parameters()] == [False, True, True, True, True, False]
+        forward = torch.compile(model, backend="simplefsdp", options=options, fullgraph=True) if options else model
+        x = vectors(0, dist.get_rank())
+        forward(x).square().mean().backward()
+        plain(x).square().mean().backward()
+        torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
+        torch.testing.assert_close(model[2].bias.grad, plain[2].bias.grad)
+
+
+@one_of_four
+def test_parameters_that_were_added_or_never_sharded_are_warned_of_when_compiling(caplog):
+    caplog.set_level("WARNING")
+    model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 2))
+    options = {"plan": "block", "lower_with": "aot_eager"}
+    torch.compile(model, backend="simplefsdp", options=options)(torch.ones(1, 2))
+    assert "no parameter of this graph is sharded" in caplog.text
+    caplog.clear()
+    simple_fsdp(model).append(nn.Linear(2, 3))
+    torch.compile(model, backend="simplefsdp", options=options)(torch.ones(1, 2))
+    assert "2 parameters of this graph are not sharded" in caplog.text
+    caplog.clear()
+    model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 2))
+    simple_fsdp(model, ignored_params=model[1].parameters())
+    torch.compile(model, backend="simplefsdp", options=options)(torch.ones(1, 2))
+    assert "not sharded" not in caplog.text
+
+
+@one_of_four
+def test_functional_call_with_shards_or_whole_tensors():
+    model = simple_fsdp(nn.Linear(2, 8))
+    x = torch.ones(1, 2)
+    shards = dict(model.named_parameters())
+    assert torch.func.functional_call(model, shards, x).shape == (1, 8)
+    whole = {"weight": torch.ones(8, 2), "bias": torch.zeros(8)}
+    torch.testing.assert_close(torch.func.functional_call(model, whole, x), torch.full((1, 8), 2.0))
+    assert model.weight is shards["weight"]
+
+
+@one_of_four
+def test_casts_hold_where_forward_was_patched_on_the_instance():
+    model = nn.Linear(2, 8)
+    own = model.forward
+    model.forward = lambda x: own(x) * 2
+    simple_fsdp(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64))
+    assert model(torch.ones(1, 2)).dtype is torch.float64

@@ -185,6 +185,12 @@ ValueError: inner.weight: has gradient hooks, which its shard would lose; regist
 ValueError: inner.weight: has a gradient, which its shard would lose; zero_grad(set_to_none=True) first""",
         )
 
+    def test_integers_that_require_gradients_are_refused_by_torch_itself(self) -> None:
+        text = said(lambda: nn.Parameter(torch.ones(4, dtype=torch.int64), requires_grad=True))
+        self.assertExpectedInline(
+            text, """RuntimeError: Only Tensors of floating point and complex dtype can require gradients"""
+        )
+
     def test_dtensors_of_somebody_else(self) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         split = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh["tp"], [Shard(0)]))
