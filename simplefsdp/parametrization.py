@@ -246,7 +246,7 @@ def parametrize(module: nn.Module, state: State) -> None:
     base = getattr(type(module), "_simple_fsdp_base", type(module))
     module._simple_fsdp = state  # type: ignore[assignment]
     own_forward = module.__dict__.get("forward")
-    if casts and own_forward is not None:  # patched on the instance, as some libraries do
+    if casts and own_forward is not None and not isinstance(module, ShardedModule):  # patched, as some libraries do
         forward = _casting(lambda _self, *args, **kwargs: own_forward(*args, **kwargs))
         module.__dict__["forward"] = types.MethodType(forward, module)
         casts = False
