@@ -42,6 +42,7 @@ from inductor_passes.report import Report
 from . import sharding
 from ._messages import unknown
 from .plan import Buckets, block_buckets, single_buckets
+from .recompute import CHANGED_WHILE_WHOLE
 from .sharding import ShardedModel, ShardedParameter, unshard
 
 log = logging.getLogger("simplefsdp")
@@ -116,6 +117,7 @@ def simplefsdp(
     """Compile one graph that Dynamo captured. ``options``: see ``Options``; errors: see ``parse_options``."""
     parsed = parse_options(options)
     _say_what_auto_is(parsed.plan)
+    _refuse_changed_weights(gm, example_inputs)
     passes = passes_for(example_inputs, parsed)
     if parsed.lower_with == "aot_eager":
         return _aot_eager(gm, example_inputs, passes)
@@ -258,6 +260,16 @@ def _warn_of_parameters_that_are_not_sharded(example_inputs: Sequence[Any], some
             len(missed),
             missed[:5],
         )
+
+
+def _refuse_changed_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Raise if a gathered weight is changed in place, as eager does; Dynamo's fake tensors count versions."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+    for node in (node for graph in graphs for node in graph.find_nodes(op="call_function", target=unshard)):
+        if node.meta["example_value"]._version:
+            key = node.args[1]
+            names = [i.fqn for v in example_inputs if (i := getattr(v, "simple_fsdp_info", None)) and i.key == key]
+            raise RuntimeError(CHANGED_WHILE_WHOLE.format(" or ".join(names)))
 
 
 @functools.cache

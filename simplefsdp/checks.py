@@ -84,8 +84,9 @@ def check_modules(model: nn.Module) -> None:
             f"model: this {type(model).__name__} is sharded by simple_fsdp already, by itself or as a part; "
             "call it once per module, and on parts before the whole"
         )
+    params = {id(param) for param in model.parameters()}
     for name, module in model.named_modules():
-        reason = _why_not(module)
+        reason = _why_not(module) or _view_of(params, module)
         if reason is not None:
             raise ValueError(f"{name or 'model'} ({type(module).__name__}): {reason}")
 
@@ -97,13 +98,20 @@ def _why_not(module: nn.Module) -> str | None:
         return "is compiled already; shard first, then compile"
     if isinstance(module, _DATA_PARALLEL):
         return "is data parallel already; pass the module inside, or leave it out"
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.requires_grad:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         if module.max_norm is not None:
             return (
                 "max_norm changes the weight in forward, where it is a gathered copy; renormalise in the loop instead"
             )
-        if module.sparse:
+        if module.sparse and module.weight.requires_grad:
             return "sparse=True makes sparse gradients, which cannot be reduced; use sparse=False"
+    return None
+
+
+def _view_of(params: set[int], module: nn.Module) -> str | None:
+    for name, value in module.__dict__.items():
+        if isinstance(value, torch.Tensor) and id(value._base) in params:
+            return f"{name!r} is a view of a parameter, which would not see its gradient; make it in forward"
     return None
 
 

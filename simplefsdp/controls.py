@@ -1,16 +1,18 @@
 """What FSDP2's ``FSDPModule`` lets a training loop change between steps, under the same names."""
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from inductor_passes._compat import dtensor
 
 from . import recompute
-from .sharding import ShardedParameter, reduce
+from .sharding import ShardedParameter, all_reduce_max, reduce
 
 
 class Controls:
@@ -18,11 +20,11 @@ class Controls:
     sharded by calls of their own included."""
 
     def unshard(self) -> None:
-        """Gather the weights now, and keep them whole until ``reshard()`` or the end of the next outermost call.
+        """Gather the weights now, and keep them whole until ``reshard()``, the end of the next call of a sharded module
+        or the next step of an optimizer.
 
-        Every rank must call it, after the optimizer's step. Meanwhile reading an attribute (``model.output.weight``)
-        gives the full weight, also outside of a call; ``parameters()`` and ``state_dict()`` still give shards. Compiled
-        code gathers by itself.
+        Every rank must call it. Meanwhile reading an attribute (``model.output.weight``) gives the full weight, also
+        outside of a call; ``parameters()`` and ``state_dict()`` still give shards. Compiled code gathers by itself.
         """
         recompute.hold([(each.param, each.info, each.stand) for each in _sharded(self)])
 
@@ -45,18 +47,26 @@ class Controls:
         """Whether gradients are reduced in backward; ``False``: each rank adds up its own full ones, without
         communication (gradient accumulation).
 
-        What counts is the setting at the time of forward. Full gradients are kept in ``reduce_dtype``, apart from
-        ``param.grad``: they take the memory of the whole parameters. ``True`` reduces what was added up so far
-        (a collective: every rank must call it) and adds it to ``param.grad``. Compiled code is compiled once for each.
+        Full gradients are kept in ``reduce_dtype``, apart from ``param.grad``: they take the memory of the whole
+        parameters. ``True`` reduces what was added up so far (a collective: every rank must call it) and adds it to
+        ``param.grad``; what a forward before that call still owes is reduced in its backward. Compiled code is compiled
+        once for each setting.
         """
         _check_bool("requires_gradient_sync", requires_gradient_sync)
-        stands: dict[int, Tensor] = {}
-        for each in _sharded(self):
-            if not requires_gradient_sync:
+        found = _sharded(self)
+        recompute.release([each.param for each in found])
+        if not requires_gradient_sync:
+            stands: dict[int, Tensor] = {}
+            for each in found:
                 stands[id(each.param)] = each.stands[each.name] = stands.get(id(each.param), _stand(each))
-            elif (stand := each.stands.pop(each.name, None)) is not None and stand.grad is not None:
-                _add_reduced(each.param, each.info, stand.grad)
-                stand.grad = None
+            return
+        ended = {id(each.param): (each, each.stands.pop(each.name)) for each in found if each.stand is not None}
+        for (each, stand), wanted in zip(ended.values(), _on_any_rank(list(ended.values())), strict=True):
+            if wanted:
+                full = torch.zeros_like(stand) if stand.grad is None else stand.grad
+                _add_reduced(each.param, each.info, full)
+            stand.grad = None
+            stand.register_post_accumulate_grad_hook(functools.partial(_reduce_late, each.param, each.info))
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,28 @@ def _stand(each: _Sharded) -> Tensor:
     comm = each.info.communication
     dtype = comm.reduce_dtype or comm.param_dtype or each.param.dtype
     leaf = each.param._local_tensor.new_empty((), dtype=dtype).expand(comm.shape)
-    return leaf.requires_grad_(each.param.requires_grad)
+    return leaf.requires_grad_(dtype.is_floating_point or dtype.is_complex)
+
+
+def _on_any_rank(ended: list[tuple[_Sharded, Tensor]]) -> list[bool]:
+    """Whether each has a gradient on any rank: whether it is reduced must not depend on this rank alone."""
+    found = [stand.grad is not None for _, stand in ended]
+    communications = [each.info.communication for each, _ in ended]
+    for groups in dict.fromkeys((comm.shard_group, comm.replica_group) for comm in communications):
+        members = [i for i, comm in enumerate(communications) if (comm.shard_group, comm.replica_group) == groups]
+        bits = torch.tensor([found[i] for i in members], dtype=torch.int32, device=ended[members[0]][1].device)
+        for group in groups:
+            if group is not None:
+                bits = all_reduce_max(bits, group)
+        for i, bit in zip(members, bits.tolist(), strict=True):
+            found[i] = bool(bit)
+    return found
+
+
+def _reduce_late(param: DTensor, info: ShardedParameter, stand: Tensor) -> None:
+    full, stand.grad = stand.grad, None
+    assert full is not None
+    _add_reduced(param, info, full)
 
 
 def _add_reduced(param: DTensor, info: ShardedParameter, full: Tensor) -> None:

@@ -7,7 +7,7 @@ The parameters themselves stay in ``module._parameters`` under their own names, 
 
 - inside a call of any sharded module, in backward, and while torch.compile traces: the full weight (one all-gather);
 - elsewhere: the shard, as an ordinary attribute would. Initialisation, ``repr`` or a read on rank 0 alone must not
-  communicate.
+  communicate. (A parametrized weight, of ``torch.nn.utils.parametrize``, is the result of a call: reading it gathers.)
 
 Calls are counted per thread (see recompute.py).
 """
@@ -44,12 +44,18 @@ class State:
     """Dtype that floating-point arguments of ``forward`` are cast to."""
     cast_output: torch.dtype | None = None
     """Dtype that floating-point results of ``forward`` are cast to."""
+    children: tuple[int, ...] = ()
+    """``id`` of each child that is known to be sharded as far as it has to be."""
 
 
 class ShardedModule(nn.Module):
     """Mixed into the class of every module at or above a sharded parameter."""
 
     _simple_fsdp: State
+
+    def __init_subclass__(cls, **kwargs):
+        # What a model's own class does with its subclasses (registries, required arguments) is not for this one.
+        pass
 
     def __call__(self, *args, **kwargs):
         return _call(self, super().__call__, args, kwargs)
@@ -64,14 +70,16 @@ class ShardedModule(nn.Module):
         with sharded_init():
             return super().apply(fn)
 
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args, **kwargs):
+        assign = local_metadata.get("assign_to_params_buffers", False)
         for name, info in self._simple_fsdp.params.items():
             value = state_dict.get(prefix + name)
             param: Any = self._parameters[name]
             whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta
             if whole and param is not None and value.shape == param.shape:
-                state_dict[prefix + name] = shard(value.to(param.device), param.device_mesh, info.placements)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+                device = param.device_mesh.device_type if assign and param.is_meta else param.device
+                state_dict[prefix + name] = shard(value.to(device), param.device_mesh, info.placements)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
         attach(self)
 
     def register_parameter(self, name, param):
@@ -90,15 +98,14 @@ class ShardedModule(nn.Module):
         super().__delattr__(name)
 
     def __deepcopy__(self, memo):
-        twin = self.__class__.__new__(self.__class__)
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        memo[id(self)] = twin = object.__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return twin
 
     def __reduce_ex__(self, protocol):
         raise TypeError(
-            f"a sharded {type(self).__name__} cannot be pickled: process groups do not outlive their processes. Save "
-            "model.state_dict() with torch.distributed.checkpoint instead"
+            f"a sharded {type(self).__name__} cannot be pickled, as process groups do not outlive their processes; "
+            "save model.state_dict() with torch.distributed.checkpoint (and copy with copy.deepcopy())"
         )
 
 
@@ -106,6 +113,10 @@ def _call(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
     # While Dynamo traces, reads always gather; a stack would be a side effect inside a checkpointed region.
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
+    state: Any = module._simple_fsdp
+    if state.children != (children := tuple(map(id, module._modules.values()))):
+        _check_children(module)
+        state.children = children
     compiled = module._compiled_call_impl is not None or callable(get_eval_frame_callback())
     call = recompute.enter(compiled)
     try:
@@ -133,6 +144,18 @@ def attach(module: nn.Module) -> None:
             param.simple_fsdp_info = info
 
 
+def _check_children(module: nn.Module) -> None:
+    """Raise if one was added after sharding and has parameters of its own: they would not be reduced."""
+    for name, child in module.named_children():
+        for fqn, param in child.named_parameters(prefix=name):
+            known = isinstance(param, DTensor) or getattr(param, "simple_fsdp_ignored", False)
+            if param.requires_grad and not known:
+                raise RuntimeError(
+                    f"{fqn}: a module added to a sharded {type(module).__name__} is not sharded, nor are its gradients "
+                    "reduced; add it before simple_fsdp()"
+                )
+
+
 def _check_replacement(module: ShardedModule, name: str, param: nn.Parameter | None) -> None:
     """Raise unless ``param`` may become ``module``'s parameter ``name``."""
     old = module._parameters.get(name)
@@ -158,10 +181,11 @@ def _check_replacement(module: ShardedModule, name: str, param: nn.Parameter | N
 def _property(name: str) -> property:
     def get(self):
         param = self._parameters[name]
-        if not isinstance(param, DTensor) and not isinstance(param, nn.Parameter):
+        if not isinstance(param, DTensor):
             return param  # None, or what torch.func.functional_call put there
         state = self._simple_fsdp
-        info, stand = state.params[name], state.stands.get(name) if param.requires_grad else None
+        # functional_call may put something computed from the parameter there.
+        info, stand = state.params[name], state.stands.get(name) if param.requires_grad and param.is_leaf else None
         if torch.compiler.is_compiling():
             return unshard(param, info.key, stand)
         try:
@@ -220,6 +244,8 @@ def _flat_weights(rnn: nn.RNNBase) -> list[Any]:
 
 _RNN: dict[str, Any] = {
     "_flat_weights": property(_flat_weights, lambda _rnn, _weights: None),
+    "__getstate__": object.__getstate__,
+    "__setstate__": nn.Module.__setstate__,
     "_update_flat_weights": lambda _rnn: None,
     "flatten_parameters": lambda _rnn: None,
 }

@@ -13,6 +13,7 @@ Under torch.compile none of this runs; the passes see to the same.
 """
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +21,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .sharding import Communication, ShardedParameter, all_gather, gather, stand_in
 
-_Key = tuple[int, bool, bool]
+_Key = tuple[int, bool, bool, int]
 
 
 @dataclass(eq=False)
@@ -44,8 +47,35 @@ class _Full:
     """A gathered weight."""
 
     tensor: Tensor
-    version: int
     fqn: str
+    version: int
+    storage: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, fqn: str) -> "_Full":
+        return cls(tensor, fqn, _version(tensor), tensor.untyped_storage()._cdata)
+
+    def check_unchanged(self) -> None:
+        """Raise if it was changed in place: the shard would not change."""
+        if (_version(self.tensor), self.tensor.untyped_storage()._cdata) != (self.version, self.storage):
+            raise RuntimeError(CHANGED_WHILE_WHOLE.format(self.fqn))
+
+
+CHANGED_WHILE_WHOLE = (
+    "{}: was changed in place while it was whole; that is a gathered copy, and the change would be lost. Change the "
+    "shard, outside of forward and under torch.no_grad()"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A weight that ``module.unshard()`` gathered, and what it depends on."""
+
+    param: DTensor
+    full: _Full
+    stand: Tensor | None
+    requires_grad: bool
+    versions: tuple[int, int]
 
 
 @dataclass(eq=False)
@@ -57,8 +87,9 @@ class _Call:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.calls: list[_Call] = []
-        self.held: dict[int, tuple[DTensor, Tensor]] = {}
-        """Weights that ``module.unshard()`` gathered, with their parameter and by its ``id``."""
+        self.held: dict[int, _Held] = {}
+        """Weights that ``module.unshard()`` gathered, by ``id`` of the parameter."""
+        self.stop_watching: Callable[[], None] = lambda: None
 
 
 _thread = _Thread()
@@ -70,12 +101,12 @@ class _Again:
     def __init__(self, param: DTensor, comm: Communication, fqn: str):
         self.param, self.comm, self.fqn = param, comm, fqn
         self.dtype = comm.param_dtype or param.dtype
-        self.versions = self._versions()
+        self.versions = _versions(param)
         self.saved = self.unused = 0
         self.full: Tensor | None = None
 
     def get(self) -> Tensor:
-        if self._versions() != self.versions:
+        if _versions(self.param) != self.versions:
             raise RuntimeError(
                 f"{self.fqn}: was changed between forward and backward, which needs the weight that forward used; "
                 "call backward before changing parameters"
@@ -93,9 +124,6 @@ class _Again:
         if self.unused == 0:
             self.drop()
         return full
-
-    def _versions(self) -> tuple[int, int]:
-        return self.param._version, self.param._local_tensor._version
 
     def drop(self) -> None:
         self.full = None
@@ -137,7 +165,7 @@ def leave(call: _Call) -> None:
     """End it, whether it returned or raised."""
     _thread.calls.pop()
     if not _thread.calls:
-        _thread.held.clear()
+        _drop_held()
         if call.outermost.hooks:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         call.outermost.stands.clear()
@@ -145,13 +173,12 @@ def leave(call: _Call) -> None:
 
 @torch._dynamo.disable
 def check_unchanged(call: _Call) -> None:
-    """Raise if a weight was changed in place while it was whole: the shard would not change."""
+    """Raise if a weight was changed in place during ``call``."""
     for full in call.gathered.values():
-        if full.version != _version(full.tensor):
-            raise RuntimeError(
-                f"{full.fqn}: was changed in place in forward, where it is a gathered copy, and the change would be "
-                "lost; change the shard outside of forward, under torch.no_grad()"
-            )
+        full.check_unchanged()
+    if len(_thread.calls) == 1:
+        for held in _thread.held.values():
+            held.full.check_unchanged()
 
 
 @torch._dynamo.disable
@@ -160,33 +187,49 @@ def read(param: DTensor, info: ShardedParameter, stand: Tensor | None) -> Tensor
 
     ``stand``: where its gradient is to flow, if it is not to be reduced.
     """
-    if id(param) in _thread.held:
-        return _thread.held[id(param)][1]
+    if (held := _thread.held.get(id(param))) is not None:
+        if held.stand is not stand or held.requires_grad != param.requires_grad or held.versions != _versions(param):
+            raise RuntimeError(f"{info.fqn}: was changed since unshard(); call unshard() after such changes")
+        return held.full.tensor
     # The backward of a checkpointed region may call any function of the user's, not only modules.
     if not _thread.calls:
         return param if torch._C._current_graph_task_id() == -1 else _gather(param, info, _Outermost(), stand)
-    key = (id(param), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    # Selective checkpointing counts operators, under a mode of its own: what it recomputes must gather as its forward.
+    modes = torch._C._len_torch_dispatch_stack()
+    key = (id(param), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), modes)
     for call in reversed(_thread.calls):
         if key in call.gathered:
             return call.gathered[key].tensor
     call = _thread.calls[-1]
     full = _gather(param, info, call.outermost, stand)
-    call.gathered[key] = _Full(full, _version(full), info.fqn)
+    call.gathered[key] = _Full.of(full, info.fqn)
     return full
 
 
 def hold(params: list[tuple[DTensor, ShardedParameter, Tensor | None]]) -> None:
-    """Gather weights and keep them until ``release`` or the end of the next outermost call."""
+    """Gather weights and keep them until ``release``, the end of the next outermost call or an optimizer's step."""
     outermost = _Outermost()
-    with torch.enable_grad():  # who uses them later may want gradients
+    if not _thread.held:
+        # Fused and foreach optimizers do not change a shard's version.
+        _thread.stop_watching = register_optimizer_step_post_hook(lambda *_: _drop_held()).remove
+    with torch.inference_mode(False), torch.enable_grad():  # who uses them later may want gradients
         for param, info, stand in params:
-            if id(param) not in _thread.held:
-                _thread.held[id(param)] = param, _gather(param, info, outermost, stand)
+            full = _Full.of(_gather(param, info, outermost, stand), info.fqn)
+            _thread.held[id(param)] = _Held(param, full, stand, param.requires_grad, _versions(param))
 
 
 def release(params: list[DTensor]) -> None:
-    for param in params:
-        _thread.held.pop(id(param), None)
+    released = [held for param in params if (held := _thread.held.pop(id(param), None))]
+    if not _thread.held:
+        _drop_held()
+    for held in released:
+        held.full.check_unchanged()
+
+
+def _drop_held() -> None:
+    _thread.held.clear()
+    _thread.stop_watching()
+    _thread.stop_watching = lambda: None
 
 
 def _gather(param: DTensor, info: ShardedParameter, outermost: _Outermost, stand: Tensor | None) -> Tensor:
@@ -197,13 +240,18 @@ def _gather(param: DTensor, info: ShardedParameter, outermost: _Outermost, stand
         if stand is None:
             stand = outermost.stands.get(id(param))
         if stand is None:
-            stand = outermost.stands[id(param)] = stand_in(param, comm)
+            with _disable_current_modes():  # selective checkpointing would count what its recomputation need not do
+                stand = outermost.stands[id(param)] = stand_in(param, comm)
         full = gather(param, comm, stand)
     storage = full.untyped_storage()
     if comm.reshard_after_forward and storage._cdata != param._local_tensor.untyped_storage()._cdata:
         again = outermost.weights.setdefault(id(param), _Again(param, comm, info.fqn))
         outermost.storages[storage._cdata] = StorageWeakRef(storage), again, _version(full)
     return full
+
+
+def _versions(param: DTensor) -> tuple[int, int]:
+    return param._version, param._local_tensor._version
 
 
 def _version(tensor: Tensor) -> int:

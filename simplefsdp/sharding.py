@@ -196,6 +196,10 @@ def reduce(grad: Tensor, comm: Communication, local: Tensor) -> Tensor:
     return rows.to(local.dtype)
 
 
+def all_reduce_max(x: Tensor, group: Group) -> Tensor:
+    return _c10d.wait_tensor(_c10d.all_reduce(x, "max", group.name))
+
+
 class _Stand(torch.autograd.Function):
     """Stands for the full weight in the autograd graph, without its memory; its gradient is reduced, once."""
 

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -236,12 +237,13 @@ def _ignored() -> None:
 def test_parameters_that_were_added_or_never_sharded_are_warned_of_when_compiling(caplog):
     caplog.set_level("WARNING")
     model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 2))
-    options = {"plan": "block", "lower_with": "aot_eager"}
+    options: Any = {"plan": "block", "lower_with": "aot_eager"}
     torch.compile(model, backend="simplefsdp", options=options)(torch.ones(1, 2))
     assert "no parameter of this graph is sharded" in caplog.text
     caplog.clear()
-    simple_fsdp(model).append(nn.Linear(2, 3))
-    torch.compile(model, backend="simplefsdp", options=options)(torch.ones(1, 2))
+    simple_fsdp(model)
+    added = nn.Sequential(model, nn.Linear(2, 3))
+    torch.compile(added, backend="simplefsdp", options=options)(torch.ones(1, 2))
     assert "2 parameters of this graph are not sharded" in caplog.text
     caplog.clear()
     model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 2))
@@ -256,7 +258,7 @@ def test_functional_call_with_shards_or_whole_tensors():
     x = torch.ones(1, 2)
     shards = dict(model.named_parameters())
     assert torch.func.functional_call(model, shards, x).shape == (1, 8)
-    whole = {"weight": torch.ones(8, 2), "bias": torch.zeros(8)}
+    whole: dict[str, Any] = {"weight": torch.ones(8, 2), "bias": nn.Parameter(torch.zeros(8))}
     torch.testing.assert_close(torch.func.functional_call(model, whole, x), torch.full((1, 8), 2.0))
     assert model.weight is shards["weight"]
 
@@ -268,3 +270,12 @@ def test_casts_hold_where_forward_was_patched_on_the_instance():
     model.forward = lambda x: own(x) * 2
     simple_fsdp(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64))
     assert model(torch.ones(1, 2)).dtype is torch.float64
+
+
+@one_of_four
+def test_classes_that_ask_something_of_their_subclasses():
+    class Registered(nn.Linear):
+        def __init_subclass__(cls, *, tag: str) -> None:
+            raise AssertionError("a sharded class is no new kind of model")
+
+    assert isinstance(simple_fsdp(Registered(2, 8)), Registered)

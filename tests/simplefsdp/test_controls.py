@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from simplefsdp import register_fsdp_forward_method, simple_fsdp
 from simplefsdp.controls import Controls
 from tests import graphs, zoo
-from tests.compare import LOWERINGS, assert_same, vectors
+from tests.compare import LOWERINGS, assert_same, vectors, whole
 from tests.models import batch, tiny_llama
 from tests.ranks import Ranks
 from tests.watch import Watch
@@ -151,3 +151,102 @@ def test_frozen_and_tied_parameters_without_reductions() -> None:
     model.set_requires_gradient_sync(True)
     assert {n for n, p in model.named_parameters() if p.grad is None} == {"0.base.weight", "0.base.bias"}
     assert model[1].up.weight.grad.placements == model[1].up.weight.placements
+
+
+@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+def test_gradients_are_not_lost_however_the_switch_is_used(two_ranks: Ranks, lowering: str) -> None:
+    two_ranks.run(_odd_switches, lowering)
+
+
+def _odd_switches(lowering: str) -> None:
+    options = LOWERINGS[lowering]
+
+    def compiled(model: nn.Module) -> Any:
+        return torch.compile(model, backend="simplefsdp", options=options) if options else model
+
+    plain = zoo.build("tied")
+    expected = torch.stack([plain(vectors(0, rank)).square().mean() for rank in range(2)]).mean()
+    expected.backward()
+    expected_gradients = {n: p.grad for n, p in plain.named_parameters()}
+
+    # Between forward and backward, as FSDP2 allows it.
+    model = simple_fsdp(zoo.build("tied"))
+    model.set_requires_gradient_sync(False)
+    loss = compiled(model)(vectors(0, dist.get_rank())).square().mean()
+    model.set_requires_gradient_sync(True)
+    loss.backward()
+    assert_same({n: p.grad for n, p in model.named_parameters()}, expected_gradients, 1e-6)
+
+    # A parameter that is trained only from then on.
+    model = zoo.build("tied")
+    model[0].requires_grad_(False)
+    simple_fsdp(model)
+    model.set_requires_gradient_sync(False)
+    model[0].requires_grad_(True)
+    compiled(model)(vectors(0, dist.get_rank())).square().mean().backward()
+    model.set_requires_gradient_sync(True)
+    assert_same({n: p.grad for n, p in model.named_parameters()}, expected_gradients, 1e-6)
+
+    # Something computed from the parameters in their place.
+    twice, model = zoo.build("tied"), simple_fsdp(zoo.build("tied"))
+    model.set_requires_gradient_sync(False)
+    for each in (twice, model):
+        ranks = [dist.get_rank()] if each is model else range(2)
+        weights = {name: param * 2 for name, param in each.named_parameters()}
+        outs = [torch.func.functional_call(each, weights, (vectors(0, rank),)) for rank in ranks]
+        torch.stack([out.square().mean() for out in outs]).mean().backward()
+    model.set_requires_gradient_sync(True)
+    assert_same(
+        {n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in twice.named_parameters()}, 1e-5
+    )
+
+
+def test_a_gradient_on_one_rank_only_is_reduced_on_all(two_ranks: Ranks) -> None:
+    two_ranks.run(_one_sided)
+
+
+def _one_sided() -> None:
+    # Resharded weights would be gathered in backward, by one rank only.
+    model = simple_fsdp(zoo.build("LoRA"), reshard_after_forward=False)
+    model.set_requires_gradient_sync(False)
+    hidden = model[0](vectors(0, 0))
+    last = model[2](hidden)
+    (last if dist.get_rank() == 0 else hidden).sum().backward()
+    model.set_requires_gradient_sync(True)
+    plain = zoo.build("LoRA")
+    plain[2](plain[0](vectors(0, 0))).sum().div(2).backward()
+    torch.testing.assert_close(whole(model[2].weight.grad), plain[2].weight.grad)
+    assert model[1].up.weight.grad is None
+
+
+def test_unsharded_weights_are_never_stale(two_ranks: Ranks) -> None:
+    two_ranks.run(_stale)
+
+
+def _stale() -> None:
+    x = vectors(0, 0)
+    model = simple_fsdp(zoo.build("tied"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=True)
+    model(x).sum().backward()
+    model.unshard()
+    optimizer.step()
+    assert isinstance(model[0].weight, DTensor), "a step ends it"
+    with torch.inference_mode():
+        model.unshard()
+    model(x).sum().backward()
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    model.unshard()
+    model.set_requires_gradient_sync(True)
+    model(x).sum().backward()
+    assert model[0].weight.grad is not None
+    model.unshard()
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    with pytest.raises(RuntimeError, match=r"0\.weight: was changed since unshard\(\)"):
+        model(x)
+    model.unshard()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"0\.weight: was changed in place while it was whole"):
+        model.reshard()

@@ -1,5 +1,6 @@
 """Without torch.compile: what is gathered when, what stays alive until backward, and what is refused."""
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from simplefsdp import simple_fsdp
 from tests import zoo
@@ -230,17 +231,52 @@ def test_a_shard_changed_between_forward_and_backward_is_an_error() -> None:
         loss.backward()
 
 
-@one_of_four
-def test_a_weight_changed_in_forward_is_an_error() -> None:
-    class Clamps(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.weight.clamp_(-1, 1)
-            return super().forward(x)
+class Clamps(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
 
-    model = simple_fsdp(nn.Sequential(Clamps(6, 6)))
-    with pytest.raises(RuntimeError, match=r"0\.weight: was changed in place in forward"):
-        model(torch.ones(2, 6))
+
+class AssignsData(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
+@one_of_four
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(Clamps, None), (AssignsData, None), (Clamps, {"lower_with": "aot_eager", "plan": "block"})],
+)
+def test_a_weight_changed_in_forward_is_an_error(kind: type[nn.Linear], options: Any) -> None:
+    model: Any = simple_fsdp(nn.Sequential(kind(6, 6)))
+    forward = torch.compile(model, backend="simplefsdp", options=options) if options else model
+    with pytest.raises(Exception, match=r"0\.weight: was changed in place while it was whole"):
+        forward(torch.ones(2, 6))
+
+
+def test_selective_checkpoints_may_follow_a_read_of_the_same_weight(two_ranks: Ranks) -> None:
+    two_ranks.run(_selective)
+
+
+def _save_matmuls(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = zoo.build("used twice")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.inner[0].weight.dtype)
+        contexts = functools.partial(create_selective_checkpoint_contexts, _save_matmuls)
+        return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
+
+
+def _selective() -> None:
+    same_steps(Selective)
 
 
 @one_of_four

@@ -218,6 +218,13 @@ NotImplementedError: inner.weight: is a DTensor already; tensor-parallel paramet
         assert simple_fsdp(model)[1].weight.is_meta
 
 
+class KeepsAView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+        self.transposed = self.inner.weight.t()
+
+
 @pytest.mark.usefixtures("one_of_four")
 class TestModules(expecttest.TestCase):
     def test_kinds(self) -> None:
@@ -228,6 +235,7 @@ class TestModules(expecttest.TestCase):
             fully_shard(linear()),
             nn.Embedding(8, 2, max_norm=1.0),
             nn.EmbeddingBag(8, 2, sparse=True),
+            KeepsAView(),
         ]
         texts = [refuse(nn.Sequential(linear(), module)) for module in modules]
         self.assertExpectedInline(
@@ -238,7 +246,8 @@ ValueError: 1 (OptimizedModule): is compiled already; shard first, then compile
 ValueError: 1 (DistributedDataParallel): is data parallel already; pass the module inside, or leave it out
 ValueError: 1 (FSDPLinear): is data parallel already; pass the module inside, or leave it out
 ValueError: 1 (Embedding): max_norm changes the weight in forward, where it is a gathered copy; renormalise in the loop instead
-ValueError: 1 (EmbeddingBag): sparse=True makes sparse gradients, which cannot be reduced; use sparse=False""",
+ValueError: 1 (EmbeddingBag): sparse=True makes sparse gradients, which cannot be reduced; use sparse=False
+ValueError: 1 (KeepsAView): 'transposed' is a view of a parameter, which would not see its gradient; make it in forward""",
         )
 
     def test_sharded_already(self) -> None:
@@ -270,6 +279,7 @@ class TestAfterwards(expecttest.TestCase):
             functools.partial(delattr, model[0], "weight"),
             lambda: parametrizations.weight_norm(model[0]),
             lambda: prune.l1_unstructured(model[0], "weight", amount=1),
+            lambda: model.append(linear()) and model(torch.ones(1, 2)),
         ]
         self.assertExpectedInline(
             "\n".join(map(said, changes)),
@@ -280,7 +290,8 @@ RuntimeError: bias: a parameter added to a sharded Linear would not be sharded, 
 RuntimeError: bias: a parameter added to a sharded Linear would not be sharded, nor its gradient reduced; add it before simple_fsdp()
 RuntimeError: 0.weight: cannot be deleted after simple_fsdp() (does something register a parametrization, or prune?); do it before, or assign None to be rid of the parameter
 RuntimeError: 0.weight: cannot be deleted after simple_fsdp() (does something register a parametrization, or prune?); do it before, or assign None to be rid of the parameter
-RuntimeError: weight_orig: a parameter added to a sharded Linear would not be sharded, nor its gradient reduced; add it before simple_fsdp()""",
+RuntimeError: weight_orig: a parameter added to a sharded Linear would not be sharded, nor its gradient reduced; add it before simple_fsdp()
+RuntimeError: 2.weight: a module added to a sharded Sequential is not sharded, nor are its gradients reduced; add it before simple_fsdp()""",
         )
 
     def test_a_parameter_may_be_removed(self) -> None:

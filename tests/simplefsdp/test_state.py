@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -110,6 +111,16 @@ def _from_meta() -> None:
 
     for lowering in ("eager", "aot_eager"):
         same_steps(lambda: zoo.build("tied"), lowering, wrap=wrap)
+
+
+@one_of_four
+def test_a_model_on_meta_takes_the_device_of_its_mesh_with_what_is_assigned() -> None:
+    state = zoo.build("used twice").state_dict()
+    with torch.device("meta"):
+        model = zoo.build("used twice")
+    simple_fsdp(model, init_device_mesh("cpu", (4,))).load_state_dict(state, assign=True)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    torch.testing.assert_close(model[0].weight.to_local(), state["0.weight"][:2])
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -219,6 +230,9 @@ def test_pickling_is_refused_and_copying_is_not() -> None:
         with pytest.raises(TypeError, match=r"a sharded \w+ cannot be pickled.*model.state_dict\(\)"):
             save(model)
     assert type(copy.deepcopy(model)) is type(model)
+    traced = simple_fsdp(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(6, 8))))
+    for each in (traced, simple_fsdp(zoo.Recurrent())):
+        assert copy.deepcopy(each)(torch.ones(2, 6)).shape == each(torch.ones(2, 6)).shape
     torch.save(model.state_dict(), io.BytesIO())
 
 
