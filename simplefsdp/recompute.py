@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -201,7 +202,8 @@ def read(param: DTensor, info: ShardedParameter, stand: Tensor | None) -> Tensor
         if key in call.gathered:
             return call.gathered[key].tensor
     call = _thread.calls[-1]
-    full = _gather(param, info, call.outermost, stand)
+    with temporarily_clear_interpreter_stack():  # of torch.func: the weight is the same for all of its levels
+        full = _gather(param, info, call.outermost, stand)
     call.gathered[key] = _Full.of(full, info.fqn)
     return full
 

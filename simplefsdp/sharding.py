@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils._pytree import tree_leaves
@@ -257,7 +258,8 @@ def unshard(param: DTensor, key: str, stand: Tensor | None = None) -> Tensor:
     ``Communication``, encoded.
     """
     comm = decode(key)
-    return gather(param, comm, stand_in(param, comm) if stand is None else stand)
+    with temporarily_clear_interpreter_stack():
+        return gather(param, comm, stand_in(param, comm) if stand is None else stand)
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:

@@ -210,6 +210,15 @@ class OtherMethods(nn.Module):
         return x @ self.weight.t()
 
 
+class Vmapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(self.inner)(x) + torch.func.jvp(self.inner, (x,), (x,))[1]
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -289,6 +298,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(DIM, DIM)),
     "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(DIM, DIM)),
     "weight_norm with hooks": lambda: torch.nn.utils.weight_norm(nn.Linear(DIM, DIM)),
+    "torch.func": Vmapped,
     "custom __getattr__": ForwardsAttributes,
     "other methods": OtherMethods,
     "checkpoint": lambda: Checkpointed(nn.Linear(DIM, DIM), UsedTwice()),

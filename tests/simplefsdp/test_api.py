@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from examples.llama import Block, Llama
 from simplefsdp import simple_fsdp
 from tests import zoo
-from tests.compare import vectors
+from tests.compare import LOWERINGS, vectors
 from tests.models import tiny_llama
 from tests.ranks import Ranks, fake_group
 
@@ -219,7 +219,7 @@ def test_ignored_parameters_stay_whole_and_are_not_reduced(two_ranks: Ranks) -> 
 
 
 def _ignored() -> None:
-    for options in (None, {"plan": "block", "lower_with": "aot_eager"}):
+    for options in (LOWERINGS["eager"], LOWERINGS["aot_eager"]):
         plain, model = zoo.build("tied"), zoo.build("tied")
         kept = model[0].weight
         simple_fsdp(model, ignored_params=[kept, model[2].bias])
