@@ -4,6 +4,7 @@ Everything here exists under the same name in 2.11, 2.13 and 2.15.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import CompileContext
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
@@ -26,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -33,10 +36,14 @@ __all__ = [
     "CustomGraphPass",
     "CustomPartitionerFn",
     "Halves",
+    "after_backward",
     "compile_id",
+    "dispatch_modes",
     "dtensor",
     "get_eval_frame_callback",
     "get_hash_for_files",
+    "has_saved_tensors_hooks",
+    "in_backward",
     "inductor_config",
     "inductor_options",
     "inside_torch_compile",
@@ -45,8 +52,12 @@ __all__ = [
     "opaque_objects_last",
     "parameter_gradients",
     "parameter_inputs",
+    "pop_saved_tensors_hooks",
+    "push_saved_tensors_hooks",
     "skip_code",
     "stable_topological_sort",
+    "temporarily_clear_interpreter_stack",
+    "without_dispatch_modes",
 ]
 
 Halves = tuple[GraphModule, GraphModule]
@@ -62,6 +73,35 @@ def dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], 
 def inside_torch_compile() -> bool:
     """Whether the caller is being traced, or runs between the graphs of a compiled function."""
     return torch.compiler.is_compiling() or callable(get_eval_frame_callback())
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call it at the end of the backward that runs."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether some ``torch.autograd.graph.saved_tensors_hooks`` are in force."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def push_saved_tensors_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    """Enter ``torch.autograd.graph.saved_tensors_hooks`` without the context manager, at whose frame Dynamo stops."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saved_tensors_hooks() -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def dispatch_modes() -> int:
+    """How many ``TorchDispatchMode`` are in force."""
+    return torch._C._len_torch_dispatch_stack()
 
 
 def compile_id() -> str:

@@ -19,11 +19,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import _disable_current_modes
+
+from inductor_passes._compat import (
+    after_backward,
+    dispatch_modes,
+    has_saved_tensors_hooks,
+    in_backward,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    temporarily_clear_interpreter_stack,
+    without_dispatch_modes,
+)
 
 from .sharding import Communication, ShardedParameter, all_gather, gather, stand_in
 
@@ -116,11 +125,11 @@ class _Again:
         if full is None:
             with torch.no_grad():
                 full = all_gather(self.param._local_tensor, self.comm)
-            if torch._C._current_graph_task_id() == -1:  # somebody inspects the graph
+            if not in_backward():  # somebody inspects the graph
                 return full
             self.full, self.unused = full, self.saved
             # A branch that backward does not take would keep it.
-            torch.autograd.Variable._execution_engine.queue_callback(self.drop)
+            after_backward(self.drop)
         self.unused -= 1
         if self.unused == 0:
             self.drop()
@@ -152,11 +161,10 @@ def enter(compiled: bool) -> _Call:
     else:
         call = _Call(_Outermost())
         # Only the innermost hooks run, so the user's must not be covered, nor the compiler's.
-        free = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        if free and torch._C._current_graph_task_id() == -1 and not compiled:
+        if not (compiled or has_saved_tensors_hooks() or in_backward()):
             call.outermost.hooks = True
             storages = call.outermost.storages
-            torch._C._autograd._push_saved_tensors_default_hooks(lambda tensor: _pack(storages, tensor), _unpack)
+            push_saved_tensors_hooks(lambda tensor: _pack(storages, tensor), _unpack)
     calls.append(call)
     return call
 
@@ -168,7 +176,7 @@ def leave(call: _Call) -> None:
     if not _thread.calls:
         _drop_held()
         if call.outermost.hooks:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            pop_saved_tensors_hooks()
         call.outermost.stands.clear()
 
 
@@ -194,10 +202,9 @@ def read(param: DTensor, info: ShardedParameter, stand: Tensor | None) -> Tensor
         return held.full.tensor
     # The backward of a checkpointed region may call any function of the user's, not only modules.
     if not _thread.calls:
-        return param if torch._C._current_graph_task_id() == -1 else _gather(param, info, _Outermost(), stand)
+        return _gather(param, info, _Outermost(), stand) if in_backward() else param
     # Selective checkpointing counts operators, under a mode of its own: what it recomputes must gather as its forward.
-    modes = torch._C._len_torch_dispatch_stack()
-    key = (id(param), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), modes)
+    key = (id(param), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dispatch_modes())
     for call in reversed(_thread.calls):
         if key in call.gathered:
             return call.gathered[key].tensor
@@ -242,7 +249,7 @@ def _gather(param: DTensor, info: ShardedParameter, outermost: _Outermost, stand
         if stand is None:
             stand = outermost.stands.get(id(param))
         if stand is None:
-            with _disable_current_modes():  # selective checkpointing would count what its recomputation need not do
+            with without_dispatch_modes():  # selective checkpointing would count what its recomputation need not do
                 stand = outermost.stands[id(param)] = stand_in(param, comm)
         full = gather(param, comm, stand)
     storage = full.untyped_storage()

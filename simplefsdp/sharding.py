@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils._pytree import tree_leaves
 
-from inductor_passes._compat import dtensor
+from inductor_passes._compat import dtensor, temporarily_clear_interpreter_stack
 
 _c10d = torch.ops._c10d_functional
 
