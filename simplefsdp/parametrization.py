@@ -144,6 +144,7 @@ def attach(module: nn.Module) -> None:
             param.simple_fsdp_info = info
 
 
+@torch._dynamo.disable
 def _check_children(module: nn.Module) -> None:
     """Raise if one was added after sharding and has parameters of its own: they would not be reduced."""
     for name, child in module.named_children():
