@@ -161,6 +161,8 @@ class Passes:
 
     params: dict[int, GraphParameter]
     buckets: Buckets
+    shapes: tuple[tuple[int, ...], ...]
+    """Of this rank's shards: torch's own key knows only those of the whole parameters, and ranks share a cache."""
     report: Report | None
 
     def on_joint(self, graph: Graph) -> None:
@@ -184,7 +186,7 @@ class Passes:
         """Key for the compile cache: all that the passes depend on, and their own source."""
         if self.report is not None:
             return None
-        inputs = repr((sorted(self.params.items()), self.buckets))
+        inputs = repr((sorted(self.params.items()), self.buckets, self.shapes))
         return hashlib.sha256(_source_hash() + inputs.encode()).hexdigest()
 
     def _write(self, step: str, graph: Graph) -> None:
@@ -240,7 +242,8 @@ def passes_for(example_inputs: Sequence[Any], options: Options) -> Passes:
     report = None
     if options.report_dir is not None and (not dist.is_initialized() or dist.get_rank() == 0):
         report = Report(Path(options.report_dir) / f"graph_{compile_id()}")
-    return Passes(params, tuple(buckets), report)
+    shapes = tuple(tuple(example_inputs[index]._local_tensor.shape) for index in params)
+    return Passes(params, tuple(buckets), shapes, report)
 
 
 def _warn_of_parameters_that_are_not_sharded(example_inputs: Sequence[Any], some_are: bool) -> None:

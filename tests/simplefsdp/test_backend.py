@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from simplefsdp import simple_fsdp
 from simplefsdp.backend import Options, parse_options, passes_for
 from tests.models import batch, tiny_llama
+from tests.ranks import fake_group
 
 one_of_four = pytest.mark.usefixtures("one_of_four")
 
@@ -106,6 +107,15 @@ def test_inductor_options_reach_inductor():
 def _key(policy=None, options=None, reshard=True):
     model = simple_fsdp(tiny_llama(), mp_policy=policy, reshard_after_forward=reshard)
     return passes_for(list(model.parameters()), parse_options(options)).uuid()
+
+
+def test_ranks_share_cache_entries_only_where_their_shards_have_the_same_shapes():
+    keys = []
+    for rank in range(4):
+        with fake_group(4, rank):
+            keys.append(_key())
+    # 30 rows on 4 ranks are 8, 8, 8 and 6
+    assert keys[0] == keys[1] == keys[2] != keys[3]
 
 
 @one_of_four
