@@ -23,8 +23,8 @@ RANKS = 8
 
 def build(parameters: int) -> nn.Module:
     """Blocks of 10 parameters, 16 x 16 and 16."""
-    block = lambda: nn.Sequential(*[nn.Linear(16, 16) for _ in range(5)])  # noqa: E731
-    return nn.Sequential(*[block() for _ in range(parameters // 10)])
+    blocks = [nn.Sequential(*[nn.Linear(16, 16) for _ in range(5)]) for _ in range(parameters // 10)]
+    return nn.Sequential(*blocks)
 
 
 def fsdp2(model: nn.Module) -> nn.Module:

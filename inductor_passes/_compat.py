@@ -1,4 +1,4 @@
-"""Every torch-internal name that the passes use, and what differs between torch 2.11 and 2.15.
+"""Every torch-internal name that the passes and the frontend use, and what differs between torch 2.11 and 2.15.
 
 Everything here exists under the same name in 2.11, 2.13 and 2.15.
 """

@@ -246,14 +246,14 @@ def _terms(node: Node) -> list[Node]:
 
 
 def _reduction_ending_at(last: Node, dtype: torch.dtype) -> _Reduction | None:
-    after: list[Node] = [last]
-    _extend_to_a_wait(after)
+    after = [last]
+    while deterministic(after[0]) and len(after[0].all_input_nodes) == 1:
+        after.insert(0, after[0].all_input_nodes[0])
     if not _extend_to_its_collective(after):
         return None
-    if after[0].target is _ALL_REDUCE and after[0].all_input_nodes[0].target is _WAIT:
-        further = [after[0].all_input_nodes[0]]
-        if _extend_to_its_collective(further):
-            after = [*further, *after]
+    further = after[0].all_input_nodes[:1]
+    if after[0].target is _ALL_REDUCE and _extend_to_its_collective(further):
+        after = [*further, *after]
     before: list[Node] = []
     for targets in (_COPIES, _PADS, _MOVES, _CASTS):
         node = (before or after)[0].all_input_nodes[0]
@@ -263,11 +263,6 @@ def _reduction_ending_at(last: Node, dtype: torch.dtype) -> _Reduction | None:
             continue  # a cast of the user's (autocast): the gradient of the weight is what comes out of it
         before.insert(0, node)
     return _Reduction(tuple(before), tuple(after))
-
-
-def _extend_to_a_wait(after: list[Node]) -> None:
-    while deterministic(after[0]) and len(after[0].all_input_nodes) == 1:
-        after.insert(0, after[0].all_input_nodes[0])
 
 
 def _extend_to_its_collective(after: list[Node]) -> bool:

@@ -117,6 +117,7 @@ def _call(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
     if state.children != (children := tuple(map(id, module._modules.values()))):
         _check_children(module)
         state.children = children
+    # Not inside_torch_compile(): Dynamo would see a Python function called from here, and trace it.
     compiled = module._compiled_call_impl is not None or callable(get_eval_frame_callback())
     call = recompute.enter(compiled)
     try:

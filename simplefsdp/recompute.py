@@ -209,8 +209,7 @@ def read(param: DTensor, info: ShardedParameter, stand: Tensor | None) -> Tensor
         if key in call.gathered:
             return call.gathered[key].tensor
     call = _thread.calls[-1]
-    with temporarily_clear_interpreter_stack():  # of torch.func: the weight is the same for all of its levels
-        full = _gather(param, info, call.outermost, stand)
+    full = _gather(param, info, call.outermost, stand)
     call.gathered[key] = _Full.of(full, info.fqn)
     return full
 
@@ -241,6 +240,7 @@ def _drop_held() -> None:
     _thread.stop_watching = lambda: None
 
 
+@temporarily_clear_interpreter_stack()  # of torch.func: the weight is the same for all of its levels
 def _gather(param: DTensor, info: ShardedParameter, outermost: _Outermost, stand: Tensor | None) -> Tensor:
     comm = info.communication
     if not (torch.is_grad_enabled() and param.requires_grad):

@@ -17,6 +17,12 @@ LOWERINGS: dict[str, dict[str, Any] | None] = {
 }
 
 
+def lowered(model: nn.Module, lowering: str, fullgraph: bool = False) -> Any:
+    """``model``, to be called: compiled as ``LOWERINGS`` says, or as it is."""
+    options = LOWERINGS[lowering]
+    return torch.compile(model, backend="simplefsdp", options=options, fullgraph=fullgraph) if options else model
+
+
 def vectors(step: int, rank: int, rows: int = 3) -> Tensor:
     """Input of a rank and a step, (rows, 6)."""
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(1000 * step + rank))
@@ -45,10 +51,7 @@ def same_steps(
     plain = build()
     torch.manual_seed(0)
     model = wrap(build())
-    options = LOWERINGS[lowering]
-    forward: Any = model
-    if options is not None:
-        forward = torch.compile(model, backend="simplefsdp", options=options, fullgraph=fullgraph)
+    forward = lowered(model, lowering, fullgraph)
     optimizers = [optimizer([p for p in m.parameters() if p.requires_grad], lr=0.05) for m in (plain, model)]
     for step in range(steps):
         batches = [inputs(step, rank) for rank in range(dist.get_world_size())]

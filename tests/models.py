@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from examples import llama
 
@@ -14,6 +15,13 @@ def tiny_llama(**changes: Any) -> llama.Llama:
     torch.manual_seed(0)
     shape = {"dim": 36, "layers": 3, "heads": 6, "kv_heads": 2, "ffn_dim": 50, "vocab_size": 30, "max_seq_len": 32}
     return llama.build("debug", **(shape | changes))
+
+
+def fsdp2(model: llama.Llama, policy: MixedPrecisionPolicy, **kwargs: Any) -> llama.Llama:
+    """FSDP2 with the groups of the block plan: what precedes the blocks, each block, what follows them."""
+    for group in (model.tok_embeddings, *model.layers, [model.norm, model.output], model):
+        fully_shard(group, mp_policy=policy, **kwargs)
+    return model
 
 
 def batch(step: int, rank: int, vocab_size: int = 30, seq_len: int = 16) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from examples.llama import Block, Llama
 from simplefsdp import simple_fsdp
 from tests import zoo
-from tests.compare import LOWERINGS, vectors
+from tests.compare import lowered, vectors
 from tests.models import tiny_llama
 from tests.ranks import Ranks, fake_group
 
@@ -219,13 +219,13 @@ def test_ignored_parameters_stay_whole_and_are_not_reduced(two_ranks: Ranks) -> 
 
 
 def _ignored() -> None:
-    for options in (LOWERINGS["eager"], LOWERINGS["aot_eager"]):
+    for lowering in ("eager", "aot_eager"):
         plain, model = zoo.build("tied"), zoo.build("tied")
         kept = model[0].weight
         simple_fsdp(model, ignored_params=[kept, model[2].bias])
         assert model[0].weight is kept
         assert [isinstance(p, DTensor) for p in model.parameters()] == [False, True, True, True, True, False]
-        forward = torch.compile(model, backend="simplefsdp", options=options, fullgraph=True) if options else model
+        forward = lowered(model, lowering, fullgraph=True)
         x = vectors(0, dist.get_rank())
         forward(x).square().mean().backward()
         plain(x).square().mean().backward()

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from simplefsdp import simple_fsdp
+from tests.compare import LOWERINGS
 from tests.models import batch, local, tiny_llama, train, whole_weights_saved
 from tests.ranks import Ranks
 
-AOT_EAGER = {"lower_with": "aot_eager", "plan": "block"}
-INDUCTOR = {"plan": "block"}
+AOT_EAGER: Any = LOWERINGS["aot_eager"]
+INDUCTOR: Any = LOWERINGS["inductor"]
 PARAMETERS, BLOCKS = 30, 5  # of tiny_llama; its buckets
 
 
@@ -173,7 +174,7 @@ def _graph_breaks(options: dict[str, Any]) -> None:
     eager, model = build(), build()
     expected = train(eager, eager, 3, dist.get_rank())
     found = train(model, compiled(model, options), 3, dist.get_rank())
-    tolerance = 0 if options is AOT_EAGER else 1e-5
+    tolerance = 0 if options == AOT_EAGER else 1e-5
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -227,7 +228,7 @@ def _two_models(options: dict[str, Any]) -> None:
         loss = forward(models[0], models[1], x)
         loss.backward()
         results.append([loss, *(local(p.grad) for model in models for p in model.parameters())])
-    tolerance = 0 if options is AOT_EAGER else 1e-3
+    tolerance = 0 if options == AOT_EAGER else 1e-3
     torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)
 
 

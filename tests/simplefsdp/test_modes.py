@@ -14,12 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from examples.llama import Llama
 from simplefsdp import simple_fsdp
 from simplefsdp.sharding import Communication, Group, all_gather, shard
 from tests import graphs, zoo
-from tests.compare import LOWERINGS, same_steps
-from tests.models import batch, tiny_llama, train
+from tests.compare import lowered, same_steps
+from tests.models import batch, fsdp2, tiny_llama, train
 from tests.ranks import Ranks, fake_group
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -32,14 +31,8 @@ def two_by_two() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-def fsdp2(model: Llama, mesh: DeviceMesh, policy: MixedPrecisionPolicy, **kwargs: Any) -> Llama:
-    """FSDP2 with the groups of the block plan, and sums where it would use an operator that gloo lacks."""
-    for group in (model.tok_embeddings, *model.layers, [model.norm, model.output], model):
-        fully_shard(group, mesh=mesh, mp_policy=policy, **kwargs)
-    return model
-
-
 def set_factor(model: nn.Module, factor: float | None) -> None:
+    """Of FSDP2, which then sums where it would use an operator that gloo lacks."""
     for module in model.modules():
         if factor is not None and hasattr(module, "set_gradient_divide_factor"):
             if hasattr(module, "set_force_sum_reduction_for_comms"):
@@ -52,8 +45,7 @@ def same_bits_as_fsdp2(
 ) -> None:
     fsdp, model = theirs(), ours()
     expected = train(fsdp, fsdp, steps, dist.get_rank())
-    options = LOWERINGS[lowering]
-    forward = torch.compile(model, backend="simplefsdp", options=options, fullgraph=True) if options else model
+    forward = lowered(model, lowering, fullgraph=True)
     torch.testing.assert_close(train(model, forward, steps, dist.get_rank()), expected, rtol=0, atol=0)
 
 
@@ -67,7 +59,7 @@ def test_hybrid_shard_is_bitwise_fsdp2(
 
 def _hybrid(lowering: str, policy: MixedPrecisionPolicy, factor: float | None) -> None:
     def theirs() -> nn.Module:
-        model = fsdp2(tiny_llama(ffn_dim=9), two_by_two(), policy)
+        model = fsdp2(tiny_llama(ffn_dim=9), policy, mesh=two_by_two())
         set_factor(model, factor)
         return model
 
@@ -87,7 +79,7 @@ def test_replicate_with_block_buckets_is_bitwise_fsdp2_of_one_shard(
 def _replicate(policy: MixedPrecisionPolicy) -> None:
     same_bits_as_fsdp2(
         lambda: simple_fsdp(tiny_llama(), mode="replicate", mp_policy=policy),
-        lambda: fsdp2(tiny_llama(), init_device_mesh("cpu", (4, 1), mesh_dim_names=("r", "s")), policy),
+        lambda: fsdp2(tiny_llama(), policy, mesh=init_device_mesh("cpu", (4, 1), mesh_dim_names=("r", "s"))),
         "aot_eager",
     )
 
@@ -160,9 +152,7 @@ def _placements() -> None:
     # 36 and 8 divide by the ranks, which FSDP2 needs.
     same_bits_as_fsdp2(
         lambda: simple_fsdp(tiny_llama(ffn_dim=8), mp_policy=BF16, shard_placement_fn=_last_dim),
-        lambda: fsdp2(
-            tiny_llama(ffn_dim=8), init_device_mesh("cpu", (4,)), BF16, shard_placement_fn=lambda p: _last_dim(p)
-        ),
+        lambda: fsdp2(tiny_llama(ffn_dim=8), BF16, shard_placement_fn=_last_dim),
         "aot_eager",
     )
 
@@ -201,8 +191,7 @@ def test_a_divide_factor_may_be_changed_between_steps(two_ranks: Ranks, lowering
 def _factor(lowering: str) -> None:
     torch._dynamo.utils.counters.clear()
     model = simple_fsdp(zoo.build("tied"))
-    options = LOWERINGS[lowering]
-    forward: Any = torch.compile(model, backend="simplefsdp", options=options) if options else model
+    forward = lowered(model, lowering)
     gradients = []
     for factor in (None, 1.0, 5, 2, 5):
         if factor is not None:
@@ -212,7 +201,7 @@ def _factor(lowering: str) -> None:
         gradients.append((factor or 2) * model[1].up.weight.grad.to_local())
     for gradient in gradients[1:]:
         torch.testing.assert_close(gradient, gradients[0])
-    if options:
+    if lowering != "eager":
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from simplefsdp import simple_fsdp
 from tests import zoo
-from tests.compare import LOWERINGS, assert_same, same_steps, vectors
+from tests.compare import assert_same, lowered, same_steps, vectors
 from tests.ranks import Ranks
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
@@ -75,8 +75,7 @@ def _scaler(lowering: str) -> None:
     results = []
     for wrap in (fully_shard, simple_fsdp):
         model: Any = wrap(zoo.build("LoRA"), mp_policy=policy)
-        options = LOWERINGS[lowering] if wrap is simple_fsdp else None
-        forward = torch.compile(model, backend="simplefsdp", options=options) if options else model
+        forward = lowered(model, lowering if wrap is simple_fsdp else "eager")
         optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         scales = []

@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from examples.llama import Llama
 from simplefsdp import simple_fsdp
-from tests.models import batch, local, tiny_llama, train
+from tests.models import batch, fsdp2, local, tiny_llama, train
 from tests.ranks import Ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -22,16 +21,6 @@ POLICIES = {
     "bf16, inputs not cast": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
 }
 STEPS = 20
-
-
-def fsdp2(model: Llama, policy: MixedPrecisionPolicy) -> Llama:
-    """FSDP2 with the groups of the block plan: what precedes the blocks, each block, what follows them."""
-    fully_shard(model.tok_embeddings, mp_policy=policy)
-    for layer in model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard([model.norm, model.output], mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    return model
 
 
 def _ours(policy: MixedPrecisionPolicy, options: dict[str, Any] | None, model_changes: dict[str, Any]) -> Any:
