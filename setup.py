@@ -9,11 +9,14 @@ setup(
     long_description=Path("README.md").read_text(),
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
-    packages=["simplefsdp", "inductor_passes"],
-    install_requires=["torch>=2.11", "numpy"],
+    packages=["simplefsdp", "simplefsdp.rehearsal", "inductor_passes"],
+    package_data={"simplefsdp.rehearsal": ["channel.cpp"]},
+    install_requires=["torch>=2.11", "numpy", "tqdm"],
     extras_require={
-        "examples": ["tqdm"],
-        "dev": ["tqdm", "transformers", "pytest", "hypothesis", "expecttest", "ruff", "mypy", "types-tqdm"],
+        "dev": ["transformers", "pytest", "hypothesis", "expecttest", "ruff", "mypy", "types-tqdm"],
     },
-    entry_points={"torch_dynamo_backends": ["simplefsdp = simplefsdp.backend:simplefsdp"]},
+    entry_points={
+        "console_scripts": ["simplefsdp = simplefsdp.cli:main"],
+        "torch_dynamo_backends": ["simplefsdp = simplefsdp.backend:simplefsdp"],
+    },
 )

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from examples.llama import Llama, build
 from simplefsdp import simple_fsdp
+from simplefsdp.llama import Llama, build
 
 OURS = "simplefsdp block"
 RANKS = 2

@@ -26,9 +26,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from simplefsdp import simple_fsdp
+from simplefsdp import llama, simple_fsdp
 
-from . import data, llama
+from . import data
 
 
 def parse_arguments() -> argparse.Namespace:

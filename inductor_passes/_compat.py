@@ -3,6 +3,7 @@
 Everything here exists under the same name in 2.11, 2.13 and 2.15.
 """
 
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any, cast
@@ -32,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_dispa
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
+    "OUT_FORMS_REACH_PYTHON_GROUPS",
     "CheckpointPolicy",
     "CustomGraphPass",
     "CustomPartitionerFn",
@@ -48,6 +50,7 @@ __all__ = [
     "inductor_options",
     "inside_torch_compile",
     "is_backward",
+    "load_cpp",
     "min_cut_rematerialization_partition",
     "opaque_objects_last",
     "parameter_gradients",
@@ -61,6 +64,9 @@ __all__ = [
 ]
 
 Halves = tuple[GraphModule, GraphModule]
+
+OUT_FORMS_REACH_PYTHON_GROUPS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+"""Of functional collectives; before, they need a backend in C++."""
 
 
 def dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> DTensor:
@@ -102,6 +108,13 @@ def pop_saved_tensors_hooks() -> None:
 def dispatch_modes() -> int:
     """How many ``TorchDispatchMode`` are in force."""
     return torch._C._len_torch_dispatch_stack()
+
+
+def load_cpp(source: str) -> ctypes.CDLL:
+    """Compile C++ with the compiler and the cache of TorchInductor's own CPU kernels."""
+    from torch._inductor.codecache import CppCodeCache  # seconds to import, so not before it is needed
+
+    return cast(ctypes.CDLL, CppCodeCache.load(source))
 
 
 def compile_id() -> str:

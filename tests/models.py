@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from examples import llama
+from simplefsdp import llama
 
 
 def tiny_llama(**changes: Any) -> llama.Llama:

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from examples.llama import Block, Llama
 from simplefsdp import simple_fsdp
+from simplefsdp.llama import Block, Llama
 from tests import zoo
 from tests.compare import lowered, vectors
 from tests.models import tiny_llama

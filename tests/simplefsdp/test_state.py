@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from examples import llama
-from simplefsdp import sharded_init, simple_fsdp
+from simplefsdp import llama, sharded_init, simple_fsdp
 from tests import graphs, zoo
 from tests.compare import assert_same, same_steps, vectors, whole
 from tests.models import batch, tiny_llama

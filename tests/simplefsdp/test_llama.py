@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from examples.llama import CONFIGS, Llama, Rope, rope_frequencies
+from simplefsdp.llama import CONFIGS, Llama, Rope, rope_frequencies
 from tests.models import tiny_llama
 
 PARAMETERS = {

@@ -1,0 +1,197 @@
+"""What a cluster can do: its network, as data.
+
+A collective over N ranks on k nodes, m of them on the fullest, is taken for a ring, as in NCCL's own model
+(``src/graph/tuning.cc``)::
+
+    seconds = alpha + max(received / bandwidth inside a node, received / (m * bandwidth between nodes))
+    alpha   = alpha_s + step_s inside * (N - k) + step_s between * (k - 1)
+    received = bytes * (N - 1) / N
+
+``bytes`` are those of the whole tensor: the output of an all-gather, the input of a reduce-scatter. An all-reduce goes
+round twice: twice the steps and bytes. Between nodes each rank brings a network card, m rings use them side by side; in
+an all-to-all each card carries what its own rank receives from other nodes, ``bytes * (N - m) / N``.
+"""
+
+import difflib
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+"""Of collectives. ``"broadcast"`` stands for all that goes from or to one rank, and for barriers."""
+
+_ROUNDS = {"all_reduce": 2}
+
+
+@dataclass(frozen=True)
+class Link:
+    """One level of a network, for one kind of collective."""
+
+    bandwidth_bytes_per_s: float
+    """What one rank receives while it sends as much."""
+    alpha_s: float
+    """Of any collective, however small."""
+    step_s: float = 0.0
+    """More, for each step of the ring after the first rank."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """Ranks on nodes, in order: ranks 0 to ``ranks_per_node - 1`` on the first, and so on.
+
+    Raises:
+        ValueError: a number that is not positive (``step_s`` may be 0), or a kind of collective that is missing.
+    """
+
+    name: str
+    source: str
+    """Where the numbers are from."""
+    ranks_per_node: int
+    nodes: int
+    inside: Mapping[str, Link]
+    """By kind of collective, see ``KINDS``: between ranks of one node."""
+    between: Mapping[str, Link]
+    """Between nodes, per rank: its own network card, or its share of the node's."""
+
+    def __post_init__(self) -> None:
+        _positive(f"network {self.name}: ranks_per_node", self.ranks_per_node)
+        _positive(f"network {self.name}: nodes", self.nodes)
+        for level, links in (("inside", self.inside), ("between", self.between)):
+            for kind in KINDS:
+                if kind not in links:
+                    raise ValueError(f"network {self.name}: {level} has no {kind!r}")
+                where = f"network {self.name}: {level}[{kind!r}]"
+                _positive(f"{where}.bandwidth_bytes_per_s", links[kind].bandwidth_bytes_per_s)
+                _positive(f"{where}.alpha_s", links[kind].alpha_s)
+                if not links[kind].step_s >= 0:
+                    raise ValueError(f"{where}.step_s: expected a number of seconds, found {links[kind].step_s!r}")
+
+    @property
+    def ranks(self) -> int:
+        return self.ranks_per_node * self.nodes
+
+    def seconds(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
+        """How long a collective over ``ranks`` (of the whole world) takes; ``nbytes`` of the whole tensor.
+
+        The whole tensor is the output of an all-gather, the input of a reduce-scatter.
+        """
+        return self.alpha_s(kind, ranks) + self.transfer_s(kind, ranks, nbytes)
+
+    def alpha_s(self, kind: str, ranks: Sequence[int]) -> float:
+        """Of ``seconds``, what does not depend on the number of bytes."""
+        inside, between, n, k, _ = self._levels(kind, ranks)
+        steps = (n - k) * inside.step_s + (k - 1) * between.step_s
+        return (between if k > 1 else inside).alpha_s + _ROUNDS.get(kind, 1) * steps
+
+    def transfer_s(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
+        """Of ``seconds``, what grows with the number of bytes."""
+        inside, between, n, k, m = self._levels(kind, ranks)
+        within = (n - 1) / n if m > 1 else 0.0
+        across = 0.0 if k == 1 else (n - m) / n if kind == "all_to_all" else (n - 1) / n / m
+        seconds_per_byte = max(within / inside.bandwidth_bytes_per_s, across / between.bandwidth_bytes_per_s)
+        return _ROUNDS.get(kind, 1) * nbytes * seconds_per_byte
+
+    def _levels(self, kind: str, ranks: Sequence[int]) -> tuple[Link, Link, int, int, int]:
+        on_node = Counter(rank // self.ranks_per_node for rank in ranks)
+        return self.inside[kind], self.between[kind], len(ranks), len(on_node), max(on_node.values())
+
+
+def flat(name: str, ranks: int, *, alpha_s: float, bandwidth_bytes_per_s: float, source: str = "as given") -> Network:
+    """A network on which all ranks are alike and alpha does not grow."""
+    links = _each(Link(bandwidth_bytes_per_s, alpha_s))
+    return Network(name, source, ranks_per_node=1, nodes=ranks, inside=links, between=links)
+
+
+def _each(link: Link, **others: Link) -> Mapping[str, Link]:
+    return {kind: others.get(kind, link) for kind in KINDS}
+
+
+def _positive(what: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{what}: expected a positive number, found {value!r}")
+
+
+def network(name: str) -> Network:
+    """A built-in network (see ``NETWORKS``), or one from a JSON file that ``save`` wrote.
+
+    Raises:
+        ValueError: neither, with the nearest names; or a field of the file that is not right.
+    """
+    if name in NETWORKS:
+        return NETWORKS[name]
+    if name.endswith(".json"):
+        return load(name)
+    near = difflib.get_close_matches(name, NETWORKS, n=3, cutoff=0.3) or list(NETWORKS)
+    raise ValueError(f"unknown network {name!r}; did you mean {' or '.join(map(repr, near))}? (or a .json file)")
+
+
+def save(network: Network, path: str | Path) -> None:
+    Path(path).write_text(json.dumps(asdict(network), indent=2) + "\n")
+
+
+def load(path: str | Path) -> Network:
+    """Raises ``ValueError`` with the path and the field that is missing, unknown or wrong."""
+    try:
+        fields = json.loads(Path(path).read_text())
+        levels = {
+            level: {kind: Link(**link) for kind, link in fields[level].items()} for level in ("inside", "between")
+        }
+        return Network(**{**fields, **levels})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"network file {path}: {type(error).__name__}: {error}") from error
+
+
+def _nccl(name: str, nodes: int, source: str, inside: float, reducing: float, between: float, step: float) -> Network:
+    """Nodes of 8 GPUs under NCCL: bandwidths in GB/s, ``step`` between nodes in microseconds."""
+    ring = Link(inside * 1e9, 8.4e-6, 3.4e-6)
+    return Network(
+        name,
+        source,
+        ranks_per_node=8,
+        nodes=nodes,
+        inside=_each(ring, all_reduce=Link(reducing * 1e9, 8.4e-6, 3.4e-6)),
+        between=_each(Link(between * 1e9, 8.4e-6, step * 1e-6)),
+    )
+
+
+_H100 = """\
+Inside a node: NCCL 2.2x all-gather and reduce-scatter 350 to 362 GB/s on 8 H100 (NVIDIA/nccl#1281, #1047), all-reduce
+480 GB/s with NVLS (NVIDIA/nccl-tests#212; H200 the same, Azure/AI-benchmarking-guide). Between: 46 to 48 GB/s of a 400
+Gbit/s card (NVIDIA/nccl-tests#290); reduce-scatter of many nodes reached 345 to 260 GB/s a rank (NVIDIA/nccl#1229),
+where 8 cards here give 360. Latency: NCCL's constants for a ring with the simple protocol, 8.4 us, 3.4 us a step over
+NVLink and 14 us a step over the network (src/graph/tuning.cc, 2.28); single runs on 32 nodes showed more
+(NVIDIA/nccl#1218)."""
+
+_CLOUD = """\
+8 A100 a node, 100 Gbit/s a node: 10 GB/s of it on 2 nodes (NVIDIA/nccl#235; less on more nodes), shared by 8 ranks.
+Inside 230 GB/s (Azure/AI-benchmarking-guide, ND A100 v4 all-reduce). A step over the network 35 us, from 8-byte
+all-reduces of 2 to 8 nodes of that kind (630 us on 8)."""
+
+_SCALED = "made up for runs on CPU, where a step takes about as much longer as this network is slower"
+
+NETWORKS: Mapping[str, Network] = {
+    network.name: network
+    for network in (
+        _nccl("h100-1-node", 1, _H100, 360, 480, 45, 14),
+        _nccl("h100-8-nodes", 8, _H100, 360, 480, 45, 14),
+        _nccl("h100-16-nodes", 16, _H100, 360, 480, 45, 14),
+        _nccl("h100-64-nodes", 64, _H100, 360, 480, 45, 14),
+        _nccl("cloud-100g", 16, _CLOUD, 230, 230, 1.25, 35),
+        flat("cpu-latency", 64, alpha_s=200e-6, bandwidth_bytes_per_s=2e9, source=_SCALED),
+        flat("cpu-bandwidth", 8, alpha_s=50e-6, bandwidth_bytes_per_s=0.5e9, source=_SCALED),
+        flat("cpu-compute", 8, alpha_s=50e-6, bandwidth_bytes_per_s=4e9, source=_SCALED),
+        Network(
+            "cpu-hybrid",
+            _SCALED,
+            ranks_per_node=4,
+            nodes=4,
+            inside=_each(Link(2e9, 50e-6)),
+            between=_each(Link(0.25e9, 100e-6, 20e-6)),
+        ),
+    )
+}
+"""Built in; ``h100-*`` also stand for H200 nodes, whose NVLink is the same. ``source`` says where numbers are from."""

@@ -1,0 +1,193 @@
+"""``simplefsdp rehearse``: time one rank of a cluster on this machine."""
+
+import argparse
+import dataclasses
+import difflib
+import importlib
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from tqdm import tqdm
+
+from .. import llama
+from ..hardware import NETWORKS, Network, flat, network
+from .group import world
+from .systems import SYSTEMS, Parallelism
+from .trial import Result, Trial, Workload, free_bytes, measure, needed_bytes
+
+MODELS = {f"llama3-{name.lower()}": name for name in llama.CONFIGS}
+PLANS = ("block", "none")
+AGAINST = ("fsdp2", "fsdp2-compile", "inductor", "ddp", "single")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, help=f"{', '.join(MODELS)}, or package.module:factory (tokens to logits)")
+    add("--ranks", type=int, required=True, help="of the whole world")
+    add("--rank", type=int, default=0, help="which of them to be")
+    add("--network", help=f"{', '.join(NETWORKS)}, or a JSON file")
+    add("--alpha", type=float, metavar="SECONDS", help="instead of --network: of every collective")
+    add("--bandwidth", type=float, metavar="BYTES_PER_S", help="with --alpha: of every rank")
+    add("--plan", default="block", help=", ".join(PLANS))
+    add("--against", default="", metavar="A,B", help="the same under " + ", ".join(AGAINST))
+    add("--seq", type=int, default=2048, help="tokens a sequence")
+    add("--batch", type=int, default=1, help="sequences a step")
+    add("--layers", type=int, help="how many blocks, instead of the model's own number")
+    add("--hybrid", action="store_true", help="shard inside a node, replicate over nodes")
+    add("--keep-unsharded", action="store_true", help="reshard_after_forward=False")
+    add("--activation-checkpointing", default="none", choices=["none", "block", "selective"])
+    add("--dtype", choices=["bf16", "fp32"], help="of compute and gathers (default: bf16 on cuda, fp32 on cpu)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    add("--threads", type=int, default=1, help="of compute on cpu: leave a core to the network")
+    add("--multiprocessors", type=int, default=1, help="that a collective keeps busy on cuda (NCCL: 16)")
+    add("--steps", type=int, default=10, help="timed, on the network and on one that costs nothing")
+    add("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Raises ``ValueError`` for what is wrong with the arguments, before anything is allocated."""
+    for name in ("ranks", "seq", "batch", "threads", "steps", "multiprocessors"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}: expected a positive number, found {getattr(args, name)}")
+    chosen = _network(args)
+    names = [_system("--plan", args.plan, PLANS), *(_system("--against", n, AGAINST) for n in _names(args.against))]
+    names = ["inductor" if name == "none" else name for name in names]
+    build = _model(args)
+    torch.set_num_threads(args.threads)
+    torch._dynamo.config.recompile_limit = 64  # every system compiles the same forward
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    with world(args.ranks, chosen, rank=args.rank, multiprocessors=args.multiprocessors) as here:
+        workload = _workload(args, build, chosen)
+        for name in names:
+            _check_that_it_fits(name, workload)
+        results = []
+        bar = tqdm(total=len(names) * (2 + 2 * args.steps), unit="step", file=sys.stderr)
+        for name in names:
+            bar.set_description(f"{name}: first step, compiles")
+            trial = Trial(name, SYSTEMS[name], workload, here)
+            for _ in range(2):
+                trial.step(chosen)
+                bar.update()
+            bar.set_description(name)
+            results += measure([trial], chosen, args.steps, bar.update)
+            del trial
+        bar.close()
+    if args.json:
+        arguments = {name: value for name, value in vars(args).items() if isinstance(value, str | int | float | None)}
+        print(json.dumps({"arguments": arguments, "results": [asdict(result) for result in results]}, indent=2))
+    else:
+        print(_heading(args, chosen), "", table(results), sep="\n")
+
+
+def table(results: list[Result]) -> str:
+    """Of results, in Markdown; times in milliseconds."""
+    columns = ["system", "step", "tokens/s a device", "MFU", "collectives", "communication", "exposed", "L1", "L2"]
+    rows = [[*columns, "peak, GiB", "first step, s"], ["---"] * (len(columns) + 2)]
+    for r in results:
+        step = f"{1e3 * r.step_s:.1f} ± {1e3 * r.step_spread_s / 2:.1f}"
+        share = "-" if r.mfu is None else f"{r.mfu:.1%}"
+        times = [f"{1e3 * seconds:.1f}" for seconds in (r.communication_s, r.exposed_s, r.l1_s, r.l2_s)]
+        ends = [f"{r.peak_bytes / 2**30:.3f}", f"{r.first_step_s:.1f}"]
+        rows.append([r.system, step, f"{r.tokens_per_s:,.0f}", share, str(r.collectives), *times, *ends])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _heading(args: argparse.Namespace, chosen: Network) -> str:
+    device = torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, {args.threads} threads"
+    return (
+        f"{args.model}, {args.batch} x {args.seq} tokens, as rank {args.rank} of {args.ranks} on {chosen.name} "
+        f"({device}, torch {torch.__version__}); times in ms, medians of {args.steps}\n"
+        "exposed: communication that the step waited for; L1: no schedule can be faster; L2: this one without losses"
+    )
+
+
+def _network(args: argparse.Namespace) -> Network:
+    if args.network is not None:
+        if args.alpha is not None or args.bandwidth is not None:
+            raise ValueError("--network: says alpha and bandwidth itself, leave out --alpha and --bandwidth")
+        return network(args.network)
+    if args.alpha is None or args.bandwidth is None:
+        raise ValueError("--network: missing (or both --alpha and --bandwidth)")
+    for name in ("alpha", "bandwidth"):
+        if not getattr(args, name) > 0:
+            raise ValueError(f"--{name}: expected a positive number, found {getattr(args, name)}")
+    return flat("as given", args.ranks, alpha_s=args.alpha, bandwidth_bytes_per_s=args.bandwidth)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _system(option: str, name: str, valid: tuple[str, ...]) -> str:
+    if name not in valid:
+        near = difflib.get_close_matches(name, valid, n=2, cutoff=0.3) or valid
+        raise ValueError(f"{option}: unknown {name!r}; did you mean {' or '.join(near)}?")
+    return name
+
+
+def _model(args: argparse.Namespace) -> Callable[[], nn.Module]:
+    if args.layers is not None and args.layers < 1:
+        raise ValueError(f"--layers: expected a positive number, found {args.layers}")
+    if args.model in MODELS:
+        config = llama.CONFIGS[MODELS[args.model]]
+        config = dataclasses.replace(
+            config,
+            layers=args.layers or config.layers,
+            max_seq_len=max(args.seq, 1024),
+            activation_checkpointing=args.activation_checkpointing,
+        )
+        return lambda: llama.Llama(config)
+    module, colon, name = args.model.partition(":")
+    if not colon:
+        near = difflib.get_close_matches(args.model, MODELS, n=3, cutoff=0.3) or list(MODELS)
+        raise ValueError(
+            f"--model: unknown {args.model!r}; did you mean {' or '.join(near)}? (or package.module:factory)"
+        )
+    for option in ("layers", "activation_checkpointing"):
+        if getattr(args, option) not in (None, "none"):
+            raise ValueError(f"--{option.replace('_', '-')}: {args.model} has to see to that itself")
+    sys.path.insert(0, "")
+    try:
+        factory: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--model {args.model}: {error}") from error
+    return factory
+
+
+def _workload(args: argparse.Namespace, build: Callable[[], nn.Module], chosen: Network) -> Workload:
+    shape: tuple[int, ...] = (args.ranks,)
+    names: tuple[str, ...] = ("shard",)
+    if args.hybrid:
+        nodes, rest = divmod(args.ranks, chosen.ranks_per_node)
+        if rest or nodes < 2:
+            raise ValueError(f"--hybrid: {args.ranks} ranks are not several nodes of {chosen.ranks_per_node}")
+        shape, names = (nodes, chosen.ranks_per_node), ("replicate", "shard")
+    mesh = init_device_mesh(args.device, shape, mesh_dim_names=names)
+    dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtype == "bf16" else MixedPrecisionPolicy()
+    with torch.device("meta"):
+        model = build()
+    vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if vocab_size is None:
+        raise ValueError(f"--model {args.model}: its config has no vocab_size, so nothing is known about its tokens")
+    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    return Workload(build, args.batch, args.seq, vocab_size, device, Parallelism(mesh, policy, not args.keep_unsharded))
+
+
+def _check_that_it_fits(name: str, workload: Workload) -> None:
+    needed, free = needed_bytes(workload, SYSTEMS[name]), free_bytes(workload.device)
+    if sum(needed.values()) > free:
+        parts = ", ".join(f"{what} {nbytes / 2**30:.2f}" for what, nbytes in needed.items())
+        raise ValueError(
+            f"{name}: needs at least {sum(needed.values()) / 2**30:.2f} GiB ({parts}), {workload.device} has "
+            f"{free / 2**30:.2f} GiB free; try more --ranks, fewer --layers, a shorter --seq or "
+            "--activation-checkpointing block"
+        )

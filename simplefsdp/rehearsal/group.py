@@ -1,0 +1,368 @@
+"""One rank of N: a process group whose other ranks are clones of this one, and whose network is a model.
+
+    with rehearsal.world(ranks=64, network="h100-8-nodes") as world:
+        ...                                    # FSDP2, DDP, DTensor, simple_fsdp, compiled or not
+        world.collectives()                    # what was issued, when, and for how long the step waited
+
+The same through torch's own door, with what init_process_group wants besides::
+
+    dist.init_process_group("rehearsal", rank=0, world_size=64, store=dist.HashStore(), pg_options="h100-8-nodes")
+
+What is real: this rank's kernels, memory, streams, compiled code, and the code of whatever data parallelism runs on it.
+What a collective costs is ``Network.seconds``; it occupies the channel of its process group, one after the other, while
+channels of different groups do not know of each other. Data moves when that time is over.
+
+What is not modelled: the values of other ranks (each contributes what this one does, so a sum over N ranks is N times
+this rank's tensor, rounded once; a scatter from another rank gives zeros); ranks that come late; collectives of two
+groups sharing a cable; on CUDA, the streaming multiprocessors that a real collective takes away from compute, unless
+``multiprocessors`` says how many; point-to-point messages, which are refused.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from ..hardware import Network
+from ..hardware import network as find_network
+from .channel import CpuChannel, Job, Move
+from .out_forms import shim
+
+
+class Collective(NamedTuple):
+    """One collective, as it went. Times in seconds, of ``time.perf_counter()``."""
+
+    kind: str
+    """One of ``simplefsdp.hardware.KINDS``."""
+    group: str
+    ranks: tuple[int, ...]
+    nbytes: int
+    """Of the whole tensors: what an all-gather puts out, what a reduce-scatter takes in."""
+    fqns: tuple[str, ...]
+    """Of the parameters whose shards it gathers, where known: where it reads the shards themselves."""
+    issued: float
+    started: float
+    finished: float
+    """By the model; ``moved``: when the data really was there, later if this machine was too slow."""
+    moved: float
+    waited: float | None
+    """When somebody first waited for it; None: nobody did."""
+    blocked: float
+    """Seconds that the wait took: exposed communication."""
+
+
+class _Issued(NamedTuple):
+    kind: str
+    group: "RehearsalGroup"
+    nbytes: int
+    fqns: tuple[str, ...]
+    job: Job
+
+
+class World:
+    """What the process groups of a rehearsal share. ``network`` may be changed between steps; None costs nothing."""
+
+    def __init__(self, network: Network | None, multiprocessors: int = 1):
+        self.network = network
+        self.multiprocessors = multiprocessors
+        self._issued: list[_Issued] = []
+        self._fqns: dict[int, str] = {}
+        shim()
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Collectives that read a parameter's shard itself are recorded with its FQN from here on."""
+        for fqn, param in model.named_parameters():
+            local = param.to_local() if isinstance(param, dist.tensor.DTensor) else param
+            if local.numel():
+                self._fqns[local.untyped_storage().data_ptr()] = fqn
+
+    def collectives(self) -> list[Collective]:
+        """All since the last ``forget()``, in the order of their issue; waits until they are done."""
+        found = []
+        for kind, group, nbytes, fqns, job in self._issued:
+            while not job.done():
+                time.sleep(1e-4)
+            what = (kind, group.group_name, group.ranks, nbytes, fqns)
+            found.append(Collective(*what, *job.times(), job.waited, job.blocked))
+        return found
+
+    def forget(self) -> None:
+        """Start the record anew."""
+        self._issued.clear()
+
+    def channel(self, device: torch.device) -> Any:
+        """A new one, for collectives of tensors on ``device``."""
+        if device.type == "cpu":
+            return CpuChannel()
+        from .cuda import CudaChannel  # needs triton
+
+        return CudaChannel(device, self.multiprocessors)
+
+    def seconds(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
+        return self.network.seconds(kind, ranks, nbytes) if self.network else 0.0
+
+    def issued(self, kind: str, group: "RehearsalGroup", nbytes: int, moves: Sequence[Move], job: Job) -> None:
+        pointers = dict.fromkeys(move.source.untyped_storage().data_ptr() for move in moves)
+        fqns = tuple(self._fqns[pointer] for pointer in pointers if pointer in self._fqns)
+        self._issued.append(_Issued(kind, group, nbytes, fqns, job))
+
+
+_world: World | None = None  # of the default process group, which there is one of, too
+
+
+@contextmanager
+def world(ranks: int, network: Network | str | None, *, rank: int = 0, multiprocessors: int = 1) -> Iterator[World]:
+    """This process as rank ``rank`` of ``ranks`` on ``network`` (or its name): the default process group.
+
+    ``multiprocessors``: how many a collective keeps busy on CUDA while it runs (NCCL: 16 by default).
+
+    Raises:
+        ValueError: a number of ranks that is not positive or more than the network has; a rank outside of the world;
+            an unknown network.
+    """
+    chosen = find_network(network) if isinstance(network, str) else network
+    _check(ranks, rank, chosen)
+    dist.init_process_group(
+        "rehearsal", rank=rank, world_size=ranks, store=dist.HashStore(), pg_options=World(chosen, multiprocessors)
+    )
+    try:
+        assert _world is not None
+        yield _world
+    finally:
+        dist.destroy_process_group()
+
+
+def _check(ranks: int, rank: int, network: Network | None) -> None:
+    if ranks < 1:
+        raise ValueError(f"ranks: expected a positive number, found {ranks}")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank {rank} is outside of a world of {ranks} ranks")
+    if network is not None and ranks > network.ranks:
+        raise ValueError(f"ranks: {ranks}, but network {network.name!r} has {network.ranks}")
+
+
+class Work(dist._Work):
+    """Of one collective; the tensors it writes are ``result()``."""
+
+    def __init__(self, job: Job, outputs: Sequence[Tensor], group: "RehearsalGroup"):
+        super().__init__()
+        self._job, self._outputs, self._group = job, list(outputs), group
+
+    def wait(self, _timeout: timedelta | None = None) -> bool:
+        self._job.wait()
+        return True
+
+    def synchronize(self) -> None:
+        self._job.wait()
+
+    def is_completed(self) -> bool:
+        return self._job.done()
+
+    def is_success(self) -> bool:
+        return self._job.done()
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future:
+        return self._job.future(self._outputs)
+
+
+class RehearsalGroup(ProcessGroup):
+    """The collectives of ``torch.distributed`` as moves on a channel."""
+
+    def __init__(self, world: World, rank: int, ranks: Sequence[int], name: str):
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
+        self.world, self.ranks = world, tuple(ranks)
+        self._rank, self._name, self._desc = rank, name, "undefined"
+        self._channels: dict[torch.device, Any] = {}
+
+    # What torch asks of a process group written in Python.
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def name(self) -> str:
+        return "rehearsal"
+
+    getBackendName = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    # Gathers
+
+    def _allgather_base(self, output: Tensor, source: Tensor, _options: Any = None) -> Work:
+        return self.allgather_into_tensor_coalesced([output], [source])
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Sequence[Tensor], sources: Sequence[Tensor], _options: Any = None
+    ) -> Work:
+        for output, source in zip(outputs, sources, strict=True):
+            self._same("all_gather", output.numel(), source.numel() * self.size())
+        moves = [Move(output, source) for output, source in zip(outputs, sources, strict=True)]
+        return self._issue("all_gather", sum(output.nbytes for output in outputs), moves)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], sources: Sequence[Tensor], _options: Any = None) -> Work:
+        moves = [Move(o, source) for tensors, source in zip(outputs, sources, strict=True) for o in tensors]
+        return self._issue("all_gather", sum(move.out.nbytes for move in moves), moves)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], sources: Sequence[Tensor], _options: Any = None
+    ) -> Work:
+        return self.allgather([list(o) for o in zip(*outputs, strict=True)], sources)
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], sources: Sequence[Tensor], _options: Any = None) -> Work:
+        moves = [Move(o, source) for tensors, source in zip(outputs, sources, strict=False) for o in tensors]
+        return self._issue("broadcast", sum(source.nbytes for source in sources) * self.size(), moves, sources)
+
+    # Reductions
+
+    def _reduce_scatter_base(self, output: Tensor, source: Tensor, options: Any) -> Work:
+        return self.reduce_scatter_tensor_coalesced([output], [source], options)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Sequence[Tensor], sources: Sequence[Tensor], options: Any
+    ) -> Work:
+        for output, source in zip(outputs, sources, strict=True):
+            self._same("reduce_scatter", source.numel(), output.numel() * self.size())
+        moves = [
+            self._reduced(output, source.flatten().chunk(self.size())[self._rank], options)
+            for output, source in zip(outputs, sources, strict=True)
+            if output.numel()
+        ]
+        return self._issue("reduce_scatter", sum(source.nbytes for source in sources), moves)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], sources: Sequence[Sequence[Tensor]], options: Any) -> Work:
+        moves = [self._reduced(o, s[self._rank], options) for o, s in zip(outputs, sources, strict=True)]
+        return self._issue("reduce_scatter", sum(t.nbytes for tensors in sources for t in tensors), moves)
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Work:
+        options = options or dist.AllreduceOptions()
+        moves = [self._reduced(tensor, tensor, options) for tensor in tensors]
+        return self._issue("all_reduce", sum(tensor.nbytes for tensor in tensors), moves)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], options: Any = None) -> Work:
+        return self.allreduce(tensors, options)
+
+    def reduce(self, tensors: Sequence[Tensor], options: Any) -> Work:
+        reduced = tensors if options.rootRank == self._rank else ()
+        moves = [self._reduced(tensor, tensor, options) for tensor in reduced]
+        return self._issue("broadcast", sum(tensor.nbytes for tensor in tensors), moves, tensors)
+
+    # All-to-all: rank j, a clone, sends what this rank would send to rank `self._rank` if it were rank j.
+
+    def alltoall_base(
+        self, output: Tensor, source: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], _options: Any = None
+    ) -> Work:
+        outputs = output.split(list(out_splits) or output.shape[0] // self.size())
+        sources = source.split(list(in_splits) or source.shape[0] // self.size())
+        return self.alltoall(outputs, sources)
+
+    def alltoall(self, outputs: Sequence[Tensor], sources: Sequence[Tensor], _options: Any = None) -> Work:
+        received = sources[self._rank]
+        for output in outputs:
+            self._same("all_to_all", output.numel(), received.numel())
+        return self._issue("all_to_all", sum(s.nbytes for s in sources), [Move(o, received) for o in outputs])
+
+    # From one rank to others
+
+    def broadcast(self, tensors: Sequence[Tensor], _options: Any) -> Work:
+        """A clone has what this rank has: nothing moves, but it takes its time."""
+        return self._issue("broadcast", sum(tensor.nbytes for tensor in tensors), [], tensors)
+
+    def scatter(self, outputs: Sequence[Tensor], sources: Sequence[Sequence[Tensor]], _options: Any) -> Work:
+        """Zeros, if it is another rank that has the tensors."""
+        own = [tensors[self._rank] for tensors in sources] or [torch.zeros_like(output) for output in outputs]
+        moves = [Move(output, source) for output, source in zip(outputs, own, strict=True)]
+        return self._issue("broadcast", sum(output.nbytes for output in outputs) * self.size(), moves)
+
+    def barrier(self, opts: Any = None) -> Work:  # noqa: ARG002
+        return self._issue("broadcast", 0, [])
+
+    def _refuse(self, *_args: Any) -> Work:
+        raise NotImplementedError("rehearsal: send and recv between two ranks: there is only one rank here")
+
+    send = recv = recv_anysource = _refuse
+
+    # Names of torch 2.13 and later
+
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+    def _reduced(self, output: Tensor, source: Tensor, options: Any) -> Move:
+        return Move(output, source, _factor(options.reduceOp, self.size(), source.dtype))
+
+    def _same(self, kind: str, found: int, expected: int) -> None:
+        if found != expected:
+            raise ValueError(f"rehearsal: {kind} over {self.size()} ranks: {found} elements where {expected} belong")
+
+    def _issue(self, kind: str, nbytes: int, moves: Sequence[Move], outputs: Sequence[Tensor] = ()) -> Work:
+        outputs = outputs or [move.out for move in moves]
+        for tensor in (t for move in moves for t in (move.out, move.source)):
+            if not tensor.is_contiguous():
+                raise ValueError(f"rehearsal: {kind}: expected contiguous tensors, found strides {tensor.stride()}")
+        device = outputs[0].device if outputs else _default_device()
+        if device not in self._channels:
+            self._channels[device] = self.world.channel(device)
+        job = self._channels[device].issue(self.world.seconds(kind, self.ranks, nbytes), moves)
+        self.world.issued(kind, self, nbytes, moves, job)
+        return Work(job, outputs, self)
+
+
+def _default_device() -> torch.device:
+    """For a barrier: where the work is."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _factor(op: ReduceOp, ranks: int, dtype: torch.dtype) -> float:
+    """What one of ``ranks`` equal values is to be multiplied by."""
+    if op == ReduceOp.SUM:
+        return 1 if dtype == torch.bool else ranks
+    if op == ReduceOp.PREMUL_SUM:
+        factor: Any = op.__getstate__()
+        return ranks * factor[1]
+    if any(op == same for same in (ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR)):
+        return 1
+    raise NotImplementedError(f"rehearsal: a reduction by {op}")
+
+
+def _create(options: Any, world: Any) -> RehearsalGroup:
+    """For ``init_process_group`` (whose ``pg_options`` says which network) and ``new_group``."""
+    global _world
+    if options.group_id == "0" or world is not None or _world is None:
+        if not isinstance(world, World):
+            world = World(find_network(world) if isinstance(world, str) else world)
+        _check(options.group_size, options.group_rank, world.network)
+        _world = world
+    ranks = options.global_ranks_in_group or range(options.group_size)
+    return RehearsalGroup(_world, options.group_rank, ranks, options.group_id)
+
+
+dist.Backend.register_backend("rehearsal", _create, extended_api=True, devices=["cpu", "cuda"])

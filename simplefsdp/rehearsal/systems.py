@@ -1,0 +1,103 @@
+"""What can be rehearsed: data parallelism of this library and of torch, each around the same model."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from ..api import simple_fsdp
+from ..plan import block_buckets, block_of, blocks
+
+
+class Parallelism(NamedTuple):
+    """What all systems are given alike."""
+
+    mesh: DeviceMesh
+    """1-D: fully sharded; 2-D: hybrid, replicated over the first dimension."""
+    mp_policy: MixedPrecisionPolicy
+    reshard_after_forward: bool
+
+
+class System(NamedTuple):
+    """``wrap(model, parallelism)`` shards in place and returns what to call in its stead."""
+
+    wrap: Callable[[nn.Module, Parallelism], Callable[[Tensor], Any]]
+    compiled: bool
+    """Whether the loss is compiled too, as its own function."""
+    sharded: bool = True
+    """Whether parameters become shards; if so, ``wrap`` is called while they are on the meta device."""
+
+
+def ours(plan: Any = "block", inductor: Mapping[str, Any] | None = None) -> System:
+    """This library with a plan."""
+
+    def wrap(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
+        mesh, mp_policy, reshard = parallelism
+        simple_fsdp(model, mesh, mp_policy=mp_policy, reshard_after_forward=reshard)
+        options: Any = {"plan": plan, "inductor": dict(inductor or {})}
+        return torch.compile(model, backend="simplefsdp", options=options)
+
+    return System(wrap, compiled=True)
+
+
+def _fsdp2(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
+    """FSDP2 with a group for each repeated block, one for what precedes them and one for what follows."""
+    mesh, mp_policy, reshard = parallelism
+    settings: Any = {"mesh": mesh, "mp_policy": mp_policy, "reshard_after_forward": reshard}
+    fqns = tuple(fqn for fqn, _ in model.named_parameters())
+    for bucket in block_buckets(fqns):
+        block = block_of(bucket[0])
+        owners = dict.fromkeys(model.get_submodule(fqn.rpartition(".")[0]) for fqn in bucket)
+        if block is not None:
+            fully_shard(model.get_submodule(block), **settings)
+        elif model not in owners:
+            fully_shard(list(owners), **settings)
+    return cast(nn.Module, fully_shard(model, **settings))
+
+
+def _fsdp2_compile(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
+    """The same with each repeated block compiled, once for all of them, as FSDP2's own users do."""
+    for block in blocks(tuple(fqn for fqn, _ in model.named_parameters())):
+        model.get_submodule(block).compile()
+    return _fsdp2(model, parallelism)
+
+
+def _ddp(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
+    """DistributedDataParallel over all ranks, under autocast for mixed precision."""
+    wrapped = DistributedDataParallel(model)
+    dtype = parallelism.mp_policy.param_dtype
+    if dtype is None:
+        return wrapped
+
+    def forward(tokens: Tensor) -> Any:
+        with torch.autocast(tokens.device.type, dtype):
+            return wrapped(tokens)
+
+    return forward
+
+
+def _single(model: nn.Module, _parallelism: Parallelism) -> Callable[[Tensor], Any]:
+    """No data parallelism: what compute alone costs."""
+    return torch.compile(model)
+
+
+SYSTEMS: Mapping[str, System] = {
+    "block": ours("block"),
+    "inductor": ours("none"),
+    "fsdp2": System(_fsdp2, compiled=False),
+    "fsdp2-compile": System(_fsdp2_compile, compiled=True),
+    "ddp": System(_ddp, compiled=False, sharded=False),
+    "single": System(_single, compiled=True, sharded=False),
+}
+"""By name. ``inductor``: our frontend, no buckets, nothing moved by us: what the installed torch makes of it."""
+
+
+def cross_entropy(output: Any, targets: Tensor) -> Tensor:
+    """Mean loss in nats of logits (batch, seq, vocabulary), or of an object that has ``logits``, as HuggingFace's."""
+    logits = getattr(output, "logits", output)
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -1,0 +1,322 @@
+"""A model under a system of data parallelism, stepped and measured as one rank of a rehearsed world."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..hardware import Network
+from ..plan import block_of
+from .group import Collective, World
+from .limits import Part, bound, part, simulate
+from .systems import Parallelism, System, cross_entropy
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, the same for every system."""
+
+    build: Callable[[], nn.Module]
+    """The model, on torch's default device; called with tokens (batch, seq) it gives logits."""
+    batch: int
+    seq: int
+    vocab_size: int
+    device: torch.device
+    parallelism: Parallelism
+
+    def tokens(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        return torch.randint(self.vocab_size, (self.batch, self.seq + 1), generator=generator).to(self.device)
+
+
+class Step(NamedTuple):
+    """One step, as recorded."""
+
+    seconds: float
+    loss: float
+    parts: tuple[Part, ...]
+    """Forward, backward, the rest."""
+    collectives: list[Collective]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one system on one workload; seconds and bytes."""
+
+    system: str
+    step_s: float
+    """Median."""
+    step_spread_s: float
+    """Between the quartiles."""
+    tokens_per_s: float
+    """Of this device."""
+    mfu: float | None
+    """Share of the device's dense bf16 peak that ``flops_per_token`` stand for; None where either is not known."""
+    peak_bytes: int
+    resident_bytes: Mapping[str, int]
+    """Of the peak: parameters, optimizer state (and gradients where they outlive a step)."""
+    collectives: int
+    communication_s: float
+    exposed_s: float
+    compute_s: float
+    """Of the step where communication costs nothing."""
+    l1_s: float
+    l2_s: float
+    first_step_s: float
+    late_s: float
+    """How much later than modelled data moved, at worst: large if this machine was too busy for the rehearsal."""
+
+
+class Trial:
+    """A model, sharded as the system does it, with its optimizer (AdamW, fused) and its loss."""
+
+    def __init__(self, name: str, system: System, workload: Workload, world: World):
+        self.name, self.workload, self.world = name, workload, world
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            self.model = workload.build()
+        if not system.sharded:
+            materialise(self.model, workload.device)
+        self._forward = system.wrap(self.model, workload.parallelism)
+        if system.sharded:
+            materialise(self.model, workload.device)
+        world.name_parameters(self.model)
+        self._loss: Callable[..., Tensor] = torch.compile(cross_entropy) if system.compiled else cross_entropy
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self._steps = 0
+        self.first_step_s = 0.0
+
+    def step(self, network: Network | None) -> Step:
+        """One step on ``network``, from a device with nothing to do to one that is done."""
+        tokens = self.workload.tokens(self._steps)
+        device = self.workload.device
+        self.world.network = network
+        self.world.forget()
+        _finish(device)
+        started = time.perf_counter()
+        marks = [_mark(device)]
+        loss = self._loss(self._forward(tokens[:, :-1]), tokens[:, 1:])
+        marks.append(_mark(device))
+        loss.backward()
+        marks.append(_mark(device))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        marks.append(_mark(device))
+        _finish(device)
+        seconds = time.perf_counter() - started
+        if self._steps == 0:
+            self.first_step_s = seconds
+        self._steps += 1
+        collectives = self.world.collectives()
+        times = [mark() for mark in marks]
+        parts = tuple(part(begin, end, collectives) for begin, end in itertools.pairwise(times))
+        return Step(seconds, loss.item(), parts, collectives)
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Of what lives from step to step, after the first."""
+        state = [v for values in self._optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+        return {
+            "parameters": _bytes([*self.model.parameters(), *self.model.buffers()]),
+            "optimizer": _bytes(state),
+        }
+
+    def peak_bytes(self) -> int:
+        """Most bytes alive at a time in a step, without what the compiler and the runtime hold."""
+        if self.workload.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self.step(None)
+            return torch.cuda.max_memory_allocated()
+        return sum(self.resident_bytes().values()) + profiled_peak_bytes(lambda: self.step(None))
+
+
+def measure(trials: Sequence[Trial], network: Network, rounds: int, progress: Callable[[], Any]) -> list[Result]:
+    """Step all trials in turn, on ``network`` and on one that costs nothing; ``progress`` is called after each step.
+
+    The first step of each must have been made, and its memory should be in use by now (two steps).
+    """
+    real: dict[str, list[Step]] = {trial.name: [] for trial in trials}
+    free: dict[str, list[Step]] = {trial.name: [] for trial in trials}
+    for i in range(rounds):
+        order = trials if i % 2 == 0 else trials[::-1]
+        for trial in order:
+            for steps, chosen in ((real, network), (free, None)):
+                steps[trial.name].append(trial.step(chosen))
+                progress()
+    return [_result(trial, network, real[trial.name], free[trial.name]) for trial in trials]
+
+
+def _result(trial: Trial, network: Network, real: Sequence[Step], free: Sequence[Step]) -> Result:
+    seconds = statistics.median(step.seconds for step in real)
+    # The free step whose compute is the median one, not a mixture of several.
+    typical = sorted(free, key=lambda step: sum(compute for compute, _ in step.parts))[len(free) // 2]
+    compute = sum(compute for compute, _ in typical.parts)
+    workload = trial.workload
+    waits_seen = all(c.waited is not None for c in real[0].collectives)  # DDP waits for futures
+    if workload.device.type == "cuda" or not waits_seen:  # on CUDA waits are on several streams
+        exposed = max(0.0, seconds - statistics.median(step.seconds for step in free))
+    else:
+        exposed = statistics.median(sum(c.blocked for c in step.collectives) for step in real)
+    tokens = workload.batch * workload.seq
+    quartiles = statistics.quantiles([step.seconds for step in real], n=4) if len(real) > 1 else [seconds] * 3
+    return Result(
+        system=trial.name,
+        step_s=seconds,
+        step_spread_s=quartiles[2] - quartiles[0],
+        tokens_per_s=tokens / seconds,
+        mfu=mfu(trial.model, workload, tokens / seconds),
+        peak_bytes=trial.peak_bytes(),
+        resident_bytes=trial.resident_bytes(),
+        collectives=len(real[0].collectives),
+        communication_s=sum(c.finished - c.started for c in real[0].collectives),
+        exposed_s=exposed,
+        compute_s=compute,
+        l1_s=bound(typical.parts, network),
+        l2_s=simulate(typical.parts, network)[0],
+        first_step_s=trial.first_step_s,
+        late_s=max((c.moved - c.finished for step in real for c in step.collectives), default=0.0),
+    )
+
+
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Give a model (or its shards) on the meta device memory on ``device``, with values like those of a fresh one.
+
+    Parameters become normal, std 0.02, those of one dimension 1; buffers what ``reset_parameters`` of their modules
+    makes of them, or zeros. This allocates no more than the model itself.
+    """
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for param in model.parameters():
+            local = _local(param)
+            if local.is_floating_point():
+                local.normal_(std=0.02) if param.ndim > 1 else local.fill_(1)
+        for module in model.modules():
+            for buffer in module.buffers(recurse=False):
+                buffer.zero_()
+            reset = getattr(module, "reset_parameters", None)
+            if reset and module._buffers and not list(module.parameters()):
+                reset()
+
+
+def profiled_peak_bytes(step: Callable[[], Any]) -> int:
+    """Most bytes on CPU that ``step`` holds at a time beyond what lived before it, from the allocator's own events."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events: Any = profile.profiler
+    changes = [(e.start_ns(), e.nbytes()) for e in events.kineto_results.events() if e.name() == "[memory]"]
+    if not changes:
+        raise RuntimeError("the profiler saw no allocation")
+    alive = peak = 0
+    for _, change in sorted(changes):
+        alive += change
+        peak = max(peak, alive)
+    return peak
+
+
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+"""Dense bf16, from NVIDIA's data sheets, by a part of the device's name."""
+
+
+def mfu(model: nn.Module, workload: Workload, tokens_per_s: float) -> float | None:
+    if workload.device.type != "cuda":
+        return None
+    flops = flops_per_token(model, workload.seq)
+    device = torch.cuda.get_device_name(workload.device)
+    peak = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
+    return flops * tokens_per_s / peak if flops and peak else None
+
+
+def flops_per_token(model: nn.Module, seq: int) -> int | None:
+    """``6 (N - N_embedding) + 6 layers heads 2 head_dim seq`` (PaLM, arXiv 2204.02311, appendix B), no recomputation.
+
+    None for a model whose ``config`` has none of the usual names.
+    """
+    config = getattr(model, "config", None)
+    layers = getattr(config, "layers", None) or getattr(config, "num_hidden_layers", None)
+    heads = getattr(config, "heads", None) or getattr(config, "num_attention_heads", None)
+    dim = getattr(config, "dim", None) or getattr(config, "hidden_size", None)
+    if not (layers and heads and dim):
+        return None
+    head_dim = getattr(config, "head_dim", None) or dim // heads
+    tied = len(list(model.parameters())) != len(list(model.named_parameters(remove_duplicate=False)))
+    embeddings = 0 if tied else sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
+    weights = sum(param.numel() for param in model.parameters()) - embeddings
+    return 6 * weights + 12 * layers * heads * head_dim * seq
+
+
+def needed_bytes(workload: Workload, system: System) -> dict[str, int]:
+    """What a step needs at least, from a model on the meta device: nothing is allocated.
+
+    ``"state"``: this rank's parameters, gradients and two moments of the optimizer; ``"whole"``: the two
+    largest repeated blocks, gathered; ``"saved"``: what forward leaves for backward, in the compute dtype.
+    """
+    with torch.device("meta"):
+        model = workload.build()
+    mesh, policy, _ = workload.parallelism
+    shards = mesh.size(mesh.ndim - 1) if system.sharded else 1
+    state = sum(
+        4 * -(-param.shape[0] // shards) * param[0].numel() * param.element_size() if param.ndim else 16
+        for param in model.parameters()
+    )
+    compute = policy.param_dtype or torch.float32
+    size = torch.empty((), dtype=compute).element_size()
+    blocks: dict[str, int] = {}
+    for fqn, param in model.named_parameters():
+        block = block_of(fqn) or ""
+        blocks[block] = blocks.get(block, 0) + param.numel() * size
+    whole = sum(sorted(blocks.values())[-2:]) if system.sharded else 0
+    return {"state": state, "whole": whole, "saved": _saved_bytes(model.to(compute), workload)}
+
+
+def _saved_bytes(model: nn.Module, workload: Workload) -> int:
+    own = {param.untyped_storage()._cdata for param in model.parameters()}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in own:
+            saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    tokens = torch.empty((workload.batch, workload.seq), dtype=torch.int64, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        cross_entropy(model(tokens), tokens)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of memory, now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as lines:
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+
+
+def _mark(device: torch.device) -> Callable[[], float]:
+    """When the device comes to this point, as ``time.perf_counter()``."""
+    if device.type == "cpu":
+        now = time.perf_counter()
+        return lambda: now
+    from .cuda import clock
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return lambda: clock(event)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = [_local(tensor.detach()).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,103 @@
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simplefsdp.hardware import KINDS, NETWORKS, Link, Network, flat, load, network, save
+
+TWO_LEVELS = Network(
+    "test",
+    "made up",
+    ranks_per_node=4,
+    nodes=8,
+    inside={kind: Link(100.0, 1.0, 0.1) for kind in KINDS},
+    between={kind: Link(10.0, 2.0, 0.5) for kind in KINDS},
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "seconds"),
+    [
+        ("all_gather", range(4), 1 + 3 * 0.1 + 800 * 3 / 4 / 100),
+        ("reduce_scatter", range(4, 6), 1 + 0.1 + 800 / 2 / 100),
+        ("all_reduce", range(4), 1 + 2 * 3 * 0.1 + 2 * 800 * 3 / 4 / 100),
+        ("all_gather", range(0, 32, 4), 2 + 7 * 0.5 + 800 * 7 / 8 / 10),  # one rank a node: each its own card
+        ("all_gather", range(32), 2 + 24 * 0.1 + 7 * 0.5 + 800 * 31 / 32 / (4 * 10)),  # four cards a node
+        ("all_reduce", range(8), 2 + 2 * (6 * 0.1 + 0.5) + 2 * 800 * 7 / 8 / (4 * 10)),
+        ("all_to_all", range(8), 2 + 6 * 0.1 + 0.5 + 800 * 4 / 8 / 10),  # what is for ranks of other nodes
+        ("broadcast", range(1), 1.0),
+    ],
+)
+def test_seconds_of_a_collective(kind: str, ranks: range, seconds: float) -> None:
+    assert TWO_LEVELS.seconds(kind, ranks, 800) == pytest.approx(seconds)
+    assert TWO_LEVELS.alpha_s(kind, ranks) + TWO_LEVELS.transfer_s(kind, ranks, 800) == pytest.approx(seconds)
+
+
+def test_where_a_fast_network_meets_slow_nodes_the_nodes_decide() -> None:
+    slow_inside = replace(TWO_LEVELS, inside={kind: Link(5.0, 1.0) for kind in KINDS})
+    assert slow_inside.transfer_s("all_gather", range(8), 800) == pytest.approx(800 * 7 / 8 / 5)
+
+
+@pytest.mark.parametrize("field", ["bandwidth_bytes_per_s", "alpha_s"])
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, "1", True])
+def test_numbers_that_are_not_positive_are_named(field: str, value: Any) -> None:
+    numbers: dict[str, Any] = {"bandwidth_bytes_per_s": 1e9, "alpha_s": 1e-6, field: value}
+    with pytest.raises(ValueError, match=rf"network mine: inside\['all_gather'\].{field}: expected a positive number"):
+        flat("mine", 8, **numbers)
+
+
+def test_other_fields_are_checked_too() -> None:
+    for changes, words in (
+        ({"ranks_per_node": 0}, "ranks_per_node: expected a positive"),
+        ({"nodes": -1}, "nodes: expected a positive"),
+        ({"between": {"all_gather": Link(1, 1)}}, "between has no 'reduce_scatter'"),
+        ({"inside": {kind: Link(1, 1, -1) for kind in KINDS}}, "step_s: expected a number of seconds, found -1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            replace(TWO_LEVELS, **changes)  # type: ignore[arg-type]
+
+
+def test_built_in_networks_are_found_by_name_and_wrong_names_get_the_nearest() -> None:
+    for name, found in NETWORKS.items():
+        assert network(name) is found
+        assert found.name == name
+        assert found.source
+    with pytest.raises(ValueError, match="unknown network 'h100-9-nodes'; did you mean 'h100-8-nodes'"):
+        network("h100-9-nodes")
+
+
+def test_an_8b_block_takes_about_as_long_on_eight_nodes_as_measured_there() -> None:
+    """436 MB: NCCL's asymptote there is 345 to 360 GB/s a rank, so 1.2 ms and the latency of 63 steps of its ring."""
+    seconds = NETWORKS["h100-8-nodes"].seconds("all_gather", range(64), 436_224_000)
+    assert 1.2e-3 < seconds < 1.6e-3
+
+
+def test_a_file_brings_a_network_back(tmp_path: Path) -> None:
+    path = tmp_path / "network.json"
+    save(TWO_LEVELS, path)
+    assert load(path) == TWO_LEVELS == network(str(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda fields: fields.pop("inside"), "KeyError: 'inside'"),
+        (lambda fields: fields.update(speed=3), "unexpected keyword argument 'speed'"),
+        (lambda fields: fields["between"]["all_reduce"].update(alpha_s=0), r"between\['all_reduce'\].alpha_s"),
+        (lambda fields: fields["between"]["all_reduce"].pop("alpha_s"), "missing 1 required .* 'alpha_s'"),
+        (lambda fields: fields.update(between=7), "AttributeError"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_path_and_field(tmp_path: Path, change: Any, words: str) -> None:
+    path = tmp_path / "network.json"
+    save(TWO_LEVELS, path)
+    fields = json.loads(path.read_text())
+    change(fields)
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=rf"network file .*network.json: .*{words}"):
+        load(path)
+    with pytest.raises(ValueError, match=r"network file .*missing.json: FileNotFoundError"):
+        load(tmp_path / "missing.json")
