@@ -181,7 +181,7 @@ class RehearsalGroup(ProcessGroup):
     """The collectives of ``torch.distributed`` as moves on a channel."""
 
     def __init__(self, world: World, rank: int, ranks: Sequence[int], name: str):
-        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
+        super().__init__(rank, len(ranks))
         self.world, self.ranks = world, tuple(ranks)
         self._rank, self._name, self._desc = rank, name, "undefined"
         self._channels: dict[torch.device, Any] = {}

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from ..hardware import Network
@@ -250,42 +251,48 @@ def flops_per_token(model: nn.Module, seq: int) -> int | None:
 
 
 def needed_bytes(workload: Workload, system: System) -> dict[str, int]:
-    """What a step needs at least, from a model on the meta device: nothing is allocated.
+    """What a step needs, about, from fake tensors: nothing is allocated.
 
-    ``"state"``: this rank's parameters, gradients and two moments of the optimizer; ``"whole"``: the two
-    largest repeated blocks, gathered; ``"saved"``: what forward leaves for backward, in the compute dtype.
+    ``"state"``: this rank's parameters, gradients and two moments of the optimizer; ``"whole"``: the two largest of the
+    repeated blocks and of what is around them, gathered; ``"saved"``: what forward leaves for backward without a
+    compiler, in the compute dtype (0 where a model cannot be built of fake tensors).
     """
-    with torch.device("meta"):
-        model = workload.build()
     mesh, policy, _ = workload.parallelism
     shards = mesh.size(mesh.ndim - 1) if system.sharded else 1
-    state = sum(
-        4 * -(-param.shape[0] // shards) * param[0].numel() * param.element_size() if param.ndim else 16
-        for param in model.parameters()
-    )
     compute = policy.param_dtype or torch.float32
-    size = torch.empty((), dtype=compute).element_size()
-    blocks: dict[str, int] = {}
+    with torch.device("meta"):
+        model = workload.build()
+    state = 0
+    whole: dict[str | None, int] = {}
     for fqn, param in model.named_parameters():
-        block = block_of(fqn) or ""
-        blocks[block] = blocks.get(block, 0) + param.numel() * size
-    whole = sum(sorted(blocks.values())[-2:]) if system.sharded else 0
-    return {"state": state, "whole": whole, "saved": _saved_bytes(model.to(compute), workload)}
+        rows, of_a_row = (param.shape[0], param[0].numel()) if param.ndim else (1, 1)
+        state += 4 * param.element_size() * -(-rows // shards) * of_a_row
+        whole[block_of(fqn)] = whole.get(block_of(fqn), 0) + param.numel() * compute.itemsize
+    gathered = sum(sorted(whole.values())[-2:]) if system.sharded else 0
+    return {"state": state, "whole": gathered, "saved": _saved_bytes(workload, compute)}
 
 
-def _saved_bytes(model: nn.Module, workload: Workload) -> int:
-    own = {param.untyped_storage()._cdata for param in model.parameters()}
-    saved: dict[int, Tensor] = {}
+def _saved_bytes(workload: Workload, dtype: torch.dtype) -> int:
+    saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata not in own:
-            saved[tensor.untyped_storage()._cdata] = tensor
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        kept.append(tensor)
         return tensor
 
-    tokens = torch.empty((workload.batch, workload.seq), dtype=torch.int64, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        cross_entropy(model(tokens), tokens)
-    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    kept: list[Tensor] = []  # or their storages' addresses would be used again
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model = workload.build()
+            tokens = torch.zeros((workload.batch, workload.seq), dtype=torch.int64)
+            cross_entropy(model(tokens), tokens)
+    except Exception:
+        return 0
+    finally:
+        torch.set_default_dtype(default)
+    return sum(saved.values()) - sum(saved.get(p.untyped_storage()._cdata, 0) for p in model.parameters())
 
 
 def free_bytes(device: torch.device) -> int:

@@ -57,7 +57,7 @@ def test_other_fields_are_checked_too() -> None:
         ({"inside": {kind: Link(1, 1, -1) for kind in KINDS}}, "step_s: expected a number of seconds, found -1"),
     ):
         with pytest.raises(ValueError, match=words):
-            replace(TWO_LEVELS, **changes)  # type: ignore[arg-type]
+            replace(TWO_LEVELS, **changes)
 
 
 def test_built_in_networks_are_found_by_name_and_wrong_names_get_the_nearest() -> None:
