@@ -93,7 +93,7 @@ def table(results: list[Result]) -> str:
     columns = ["system", "step", "tokens/s a device", "MFU", "collectives", "communication", "exposed", "L1", "L2"]
     rows = [[*columns, "peak, GiB", "first step, s"], ["---"] * (len(columns) + 2)]
     for r in results:
-        step = f"{1e3 * r.step_s:.1f} ± {1e3 * r.step_spread_s / 2:.1f}"
+        step = f"{1e3 * r.step_s:.1f} ± {500 * (max(r.steps_s) - min(r.steps_s)):.1f}"
         share = "-" if r.mfu is None else f"{r.mfu:.1%}"
         times = [f"{1e3 * seconds:.1f}" for seconds in (r.communication_s, r.exposed_s, r.l1_s, r.l2_s)]
         ends = [f"{r.peak_bytes / 2**30:.3f}", f"{r.first_step_s:.1f}"]

@@ -1,14 +1,18 @@
 """A model under a system of data parallelism, stepped and measured as one rank of a rehearsed world."""
 
+import atexit
 import itertools
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
@@ -53,8 +57,8 @@ class Result:
     system: str
     step_s: float
     """Median."""
-    step_spread_s: float
-    """Between the quartiles."""
+    steps_s: tuple[float, ...]
+    """All, in the order of the rounds."""
     tokens_per_s: float
     """Of this device."""
     mfu: float | None
@@ -164,11 +168,10 @@ def _result(trial: Trial, network: Network, real: Sequence[Step], free: Sequence
     else:
         exposed = statistics.median(sum(c.blocked for c in step.collectives) for step in real)
     tokens = workload.batch * workload.seq
-    quartiles = statistics.quantiles([step.seconds for step in real], n=4) if len(real) > 1 else [seconds] * 3
     return Result(
         system=trial.name,
         step_s=seconds,
-        step_spread_s=quartiles[2] - quartiles[0],
+        steps_s=tuple(step.seconds for step in real),
         tokens_per_s=tokens / seconds,
         mfu=mfu(trial.model, workload, tokens / seconds),
         peak_bytes=trial.peak_bytes(),
@@ -202,6 +205,15 @@ def materialise(model: nn.Module, device: torch.device) -> None:
             reset = getattr(module, "reset_parameters", None)
             if reset and module._buffers and not list(module.parameters()):
                 reset()
+
+
+@contextmanager
+def fresh_compile_cache() -> Iterator[None]:
+    """An empty compile cache, in memory and on disk, whose files stay until the process ends."""
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    atexit.register(folder.cleanup)
+    with fresh_cache(dir=folder.name, delete=False):
+        yield
 
 
 def profiled_peak_bytes(step: Callable[[], Any]) -> int:

@@ -1,0 +1,245 @@
+"""Who hides communication best: one rank of a rehearsed cluster, the same model and network for every system.
+
+    python -m benchmarks.overlap                                # all scenarios, about ten minutes
+    python -m benchmarks.overlap --scenarios latency,hybrid --rounds 3
+
+Every scenario is a process of its own. Its systems step in turn, forwards in one round and backwards in the next, on
+the scenario's network and on one that costs nothing; what is printed are medians, and the median over rounds of a
+system's step divided by ours in the same round. All systems have the same reshard choice, loss and optimizer; the loss
+is compiled wherever blocks are. First steps compile, from an empty cache. L1 is one bound for a scenario, that of the
+unbucketed graph (``simplefsdp.rehearsal.limits``). Peak memory is that of the allocator's events in a step and what
+lives before it. Writes Markdown, JSON and a chart to benchmarks/results/.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from benchmarks.baselines import BASELINES
+from simplefsdp import llama, rehearsal
+from simplefsdp.hardware import network
+from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism, System
+from simplefsdp.rehearsal.trial import Trial, Workload, fresh_compile_cache, measure
+
+RESULTS = Path(__file__).parent / "results"
+OURS = "block"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A Llama in fp32 on CPU, one thread of compute."""
+
+    what: str
+    network: str
+    ranks: int
+    seq: int
+    model: Mapping[str, int] = field(default_factory=dict)
+    hybrid: bool = False
+
+
+SCENARIOS = {
+    "latency": Scenario(
+        "latency-bound: 0.2 ms a collective", "cpu-latency", 64, 128, {"dim": 128, "layers": 8, "ffn_dim": 384}
+    ),
+    "bandwidth": Scenario(
+        "bandwidth-bound: communication takes about as long as compute",
+        "cpu-bandwidth",
+        8,
+        256,
+        {"dim": 512, "layers": 4, "ffn_dim": 1536},
+    ),
+    "compute": Scenario("compute-bound", "cpu-compute", 8, 256, {"dim": 512, "layers": 4, "ffn_dim": 1536}),
+    "hybrid": Scenario(
+        "hybrid shard: 4 nodes of 4 ranks",
+        "cpu-hybrid",
+        16,
+        256,
+        {"dim": 256, "layers": 4, "ffn_dim": 768},
+        hybrid=True,
+    ),
+}
+
+ALL: Mapping[str, System] = {
+    OURS: SYSTEMS["block"],
+    "none": SYSTEMS["inductor"],
+    **BASELINES,
+    "fsdp2": SYSTEMS["fsdp2"],
+    "fsdp2-compile": SYSTEMS["fsdp2-compile"],
+    "single": SYSTEMS["single"],
+}
+
+
+def run(name: str, systems: list[str], rounds: int) -> dict[str, Any]:
+    """Measure one scenario, in this process."""
+    scenario = SCENARIOS[name]
+    chosen = network(scenario.network)
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64  # every system compiles the same forward
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    with rehearsal.world(scenario.ranks, chosen) as world:
+        nodes = scenario.ranks // chosen.ranks_per_node
+        shape = (nodes, chosen.ranks_per_node) if scenario.hybrid else (scenario.ranks,)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        workload = Workload(
+            lambda: llama.build("debug", **scenario.model),
+            batch=1,
+            seq=scenario.seq,
+            vocab_size=llama.CONFIGS["debug"].vocab_size,
+            device=torch.device("cpu"),
+            parallelism=Parallelism(mesh, MixedPrecisionPolicy(), reshard_after_forward=True),
+        )
+        torch.compile(torch.neg)(torch.ones(2))  # imports and what else only the first compilation in a process pays
+        trials = []
+        failed = {}
+        for system in systems:
+            with fresh_compile_cache():
+                try:
+                    trial = Trial(system, ALL[system], workload, world)
+                    for _ in range(2):
+                        trial.step(chosen)
+                except Exception as error:  # of somebody else's passes: say so and go on
+                    if system == OURS:
+                        raise
+                    failed[system] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                    continue
+            trials.append(trial)
+            print(f"{name}: {system}: first step {trial.first_step_s:.1f} s", file=sys.stderr)
+        results = measure(trials, chosen, rounds, lambda: None)
+    return {
+        "scenario": asdict(scenario),
+        "rounds": rounds,
+        "results": [asdict(result) for result in results],
+        "failed": failed,
+    }
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Of one scenario, in Markdown."""
+    results = {result["system"]: result for result in found["results"]}
+    l1, single = (results.get(name) for name in ("none", "single"))
+    lines = [
+        "| system | step / ours | T/L1 | T/L2 | compute / single | step, ms | exposed, ms | of communication "
+        "| collectives | peak, MiB | first step, s |",
+        "|" + "---|" * 11,
+    ]
+    for name, result in results.items():
+        pairs = zip(result["steps_s"], results[OURS]["steps_s"], strict=True)
+        cells = [
+            f"{statistics.median(theirs / ours for theirs, ours in pairs):.2f}",
+            f"{result['step_s'] / l1['l1_s']:.2f}" if l1 and name != "single" else "",
+            f"{result['step_s'] / result['l2_s']:.2f}",
+            f"{result['compute_s'] / single['compute_s']:.2f}" if single else "",
+            f"{1e3 * result['step_s']:.1f}",
+            f"{1e3 * result['exposed_s']:.1f}",
+            f"{1e3 * result['communication_s']:.1f}",
+            str(result["collectives"]),
+            f"{result['peak_bytes'] / 2**20:.1f}",
+            f"{result['first_step_s']:.1f}",
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += [f"| {name} | does not run: {error} |" + " |" * 9 for name, error in found["failed"].items()]
+    return "\n".join(lines)
+
+
+def report(measured: Mapping[str, Any], machine: str) -> str:
+    parts = [f"# Overlap\n\n{machine}. `python -m benchmarks.overlap`; what the columns mean is in its docstring."]
+    for name, found in measured.items():
+        scenario = found["scenario"]
+        parts.append(
+            f"## {name}\n\n{scenario['what']}; one of {scenario['ranks']} ranks on `{scenario['network']}`, Llama "
+            f"{scenario['model']}, 1 x {scenario['seq']} tokens, fp32, {found['rounds']} rounds\n\n{table(found)}"
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def chart(measured: Mapping[str, Any], machine: str, path: Path) -> None:
+    """Bars of the step, compute and exposed communication, with the bound as a line; a panel for each scenario."""
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(measured), figsize=(5 * len(measured), 3.6), squeeze=False)
+    for panel, (name, found) in zip(panels[0], measured.items(), strict=True):
+        results = found["results"][::-1]
+        names = [result["system"] for result in results]
+        compute = [1e3 * (result["step_s"] - result["exposed_s"]) for result in results]
+        exposed = [1e3 * result["exposed_s"] for result in results]
+        panel.barh(names, compute, color="#9aa5b1", label="compute")
+        panel.barh(names, exposed, left=compute, color="#d9534f", label="exposed communication")
+        bounds = [result["l1_s"] for result in results if result["system"] == "none"]
+        for bound in bounds:
+            panel.axvline(1e3 * bound, color="black", linestyle="--", linewidth=1, label="L1")
+        panel.set_title(name)
+        panel.set_xlabel("ms a step")
+    panels[0][0].legend(fontsize="small")
+    figure.suptitle(machine, fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def machine() -> str:
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=RESULTS.parent, check=False
+    )
+    return (
+        f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, commit "
+        f"{commit.stdout.strip() or 'unknown'}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.overlap", description=__doc__.splitlines()[0])
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS))
+    parser.add_argument("--systems", default=",".join(ALL))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--one", metavar="FILE", help=argparse.SUPPRESS)  # a scenario, in this process
+    args = parser.parse_args()
+    scenarios, systems = args.scenarios.split(","), args.systems.split(",")
+    for names, valid in ((scenarios, SCENARIOS), (systems, ALL)):
+        if unknown := [name for name in names if name not in valid]:
+            parser.error(f"unknown {', '.join(unknown)}; there are {', '.join(valid)}")
+    if OURS not in systems:
+        parser.error(f"--systems: all ratios are to {OURS}")
+    if args.one:
+        Path(args.one).write_text(json.dumps(run(scenarios[0], systems, args.rounds)))
+        return
+    measured = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in scenarios:
+            file = Path(folder) / name
+            arguments = [
+                "--scenarios",
+                name,
+                "--systems",
+                args.systems,
+                "--rounds",
+                str(args.rounds),
+                "--one",
+                str(file),
+            ]
+            subprocess.run([sys.executable, "-m", "benchmarks.overlap", *arguments], check=True)
+            measured[name] = json.loads(file.read_text())
+    args.out.mkdir(parents=True, exist_ok=True)
+    stem = args.out / f"overlap-torch{torch.__version__.split('+')[0]}"
+    text = report(measured, machine())
+    stem.with_name(stem.name + ".md").write_text(text)
+    stem.with_name(stem.name + ".json").write_text(json.dumps({"machine": machine(), **measured}, indent=1) + "\n")
+    chart(measured, machine(), stem.with_name(stem.name + ".png"))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
