@@ -29,9 +29,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from benchmarks.baselines import BASELINES
+from benchmarks.baselines import baselines
 from simplefsdp import llama, rehearsal
-from simplefsdp.hardware import network
+from simplefsdp.hardware import Network, network
 from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism, System
 from simplefsdp.rehearsal.trial import Trial, Workload, fresh_compile_cache, measure
 
@@ -73,14 +73,19 @@ SCENARIOS = {
     ),
 }
 
-ALL: Mapping[str, System] = {
-    OURS: SYSTEMS["block"],
-    "none": SYSTEMS["inductor"],
-    **BASELINES,
-    "fsdp2": SYSTEMS["fsdp2"],
-    "fsdp2-compile": SYSTEMS["fsdp2-compile"],
-    "single": SYSTEMS["single"],
-}
+
+def systems_for(chosen: Network) -> Mapping[str, System]:
+    return {
+        OURS: SYSTEMS["block"],
+        "none": SYSTEMS["inductor"],
+        **baselines(chosen),
+        "fsdp2": SYSTEMS["fsdp2"],
+        "fsdp2-compile": SYSTEMS["fsdp2-compile"],
+        "single": SYSTEMS["single"],
+    }
+
+
+ALL = tuple(systems_for(network("cpu-latency")))
 
 
 def run(name: str, systems: list[str], rounds: int) -> dict[str, Any]:
@@ -105,10 +110,11 @@ def run(name: str, systems: list[str], rounds: int) -> dict[str, Any]:
         torch.compile(torch.neg)(torch.ones(2))  # imports and what else only the first compilation in a process pays
         trials = []
         failed = {}
+        every = systems_for(chosen)
         for system in systems:
             with fresh_compile_cache():
                 try:
-                    trial = Trial(system, ALL[system], workload, world)
+                    trial = Trial(system, every[system], workload, world)
                     for _ in range(2):
                         trial.step(chosen)
                 except Exception as error:  # of somebody else's passes: say so and go on
