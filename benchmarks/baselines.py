@@ -5,6 +5,7 @@ by themselves cannot be answered on a CPU. They run before our passes, which wit
 """
 
 import hashlib
+import importlib.util
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -85,7 +86,25 @@ def baselines(network: Network) -> Mapping[str, System]:
         inductor = {"post_grad_custom_pre_pass": ManualBlocks(modules_of_blocks(model))}
         return ours("none", inductor).wrap(model, parallelism)
 
-    return {"inductor-auto": System(auto, compiled=True), "inductor-manual": System(manual, compiled=True)}
+    found = {"inductor-auto": System(auto, compiled=True), "inductor-manual": System(manual, compiled=True)}
+    if importlib.util.find_spec("torchtitan"):
+        found["torchtitan"] = System(_torchtitan, compiled=True)
+    return found
+
+
+def _torchtitan(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
+    """Its simple_fsdp frontend and block buckets under torch.compile; it keeps weights unsharded until backward."""
+    from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
+    from torchtitan.experiments.graph_trainer.jit_backend import get_compile_backend_with_passes
+    from torchtitan.experiments.graph_trainer.simple_fsdp import data_parallel
+
+    buckets = modules_of_blocks(model)
+    mode = "fully_shard" if parallelism.mesh.ndim == 1 else "hybrid_shard"
+    sharded: Any = data_parallel(model, parallelism.mesh, mode)
+    config = GraphTrainerCompileConfig(
+        enable=True, mode="jit", backend="inductor", passes=["transformer_block_bucketing"]
+    )
+    return torch.compile(sharded, backend=get_compile_backend_with_passes(config, buckets), fullgraph=True)
 
 
 def modules_of_blocks(model: nn.Module) -> list[Any]:

@@ -20,12 +20,14 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -112,7 +114,7 @@ def run(name: str, systems: list[str], rounds: int) -> dict[str, Any]:
         failed = {}
         every = systems_for(chosen)
         for system in systems:
-            with fresh_compile_cache():
+            with fresh_compile_cache(), restored_config():
                 try:
                     trial = Trial(system, every[system], workload, world)
                     for _ in range(2):
@@ -131,6 +133,16 @@ def run(name: str, systems: list[str], rounds: int) -> dict[str, Any]:
         "results": [asdict(result) for result in results],
         "failed": failed,
     }
+
+
+@contextmanager
+def restored_config() -> Iterator[None]:
+    """Some systems set Inductor's configuration for the whole process."""
+    before = inductor_config.save_config()
+    try:
+        yield
+    finally:
+        inductor_config.load_config(before)
 
 
 def table(found: Mapping[str, Any]) -> str:
