@@ -25,6 +25,7 @@ from simplefsdp.plan import block_buckets, block_of
 from simplefsdp.rehearsal.systems import Parallelism, System, ours
 
 _CONFIG = "aten_distributed_optimizations."
+_KEEP_THE_ORDER = {"reorder_for_peak_memory": False}  # or torch 2.13 undoes what these passes did
 _KINDS = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_reduce": "all_reduce"}
 
 
@@ -79,11 +80,11 @@ def baselines(network: Network) -> Mapping[str, System]:
             "custom_runtime_estimation": Costs(network, matmul_flops_per_s()),
             "pre_bucketing_fsdp_collectives": False,  # it knows GPUs only, and would put all into one bucket
         }
-        inductor = {_CONFIG + name: value for name, value in config.items()}
+        inductor = {_CONFIG + name: value for name, value in config.items()} | _KEEP_THE_ORDER
         return ours("none", inductor).wrap(model, parallelism)
 
     def manual(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
-        inductor = {"post_grad_custom_pre_pass": ManualBlocks(modules_of_blocks(model))}
+        inductor = {"post_grad_custom_pre_pass": ManualBlocks(modules_of_blocks(model))} | _KEEP_THE_ORDER
         return ours("none", inductor).wrap(model, parallelism)
 
     found = {"inductor-auto": System(auto, compiled=True), "inductor-manual": System(manual, compiled=True)}

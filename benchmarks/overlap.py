@@ -55,22 +55,22 @@ class Scenario:
 
 SCENARIOS = {
     "latency": Scenario(
-        "latency-bound: 0.2 ms a collective", "cpu-latency", 64, 128, {"dim": 128, "layers": 8, "ffn_dim": 384}
+        "latency-bound: 0.2 ms a collective", "cpu-latency", 64, 128, {"dim": 128, "layers": 6, "ffn_dim": 384}
     ),
     "bandwidth": Scenario(
         "bandwidth-bound: communication takes about as long as compute",
         "cpu-bandwidth",
         8,
         256,
-        {"dim": 512, "layers": 4, "ffn_dim": 1536},
+        {"dim": 512, "layers": 3, "ffn_dim": 1536},
     ),
-    "compute": Scenario("compute-bound", "cpu-compute", 8, 256, {"dim": 512, "layers": 4, "ffn_dim": 1536}),
+    "compute": Scenario("compute-bound", "cpu-compute", 8, 256, {"dim": 512, "layers": 3, "ffn_dim": 1536}),
     "hybrid": Scenario(
         "hybrid shard: 4 nodes of 4 ranks",
         "cpu-hybrid",
         16,
         256,
-        {"dim": 256, "layers": 4, "ffn_dim": 768},
+        {"dim": 256, "layers": 3, "ffn_dim": 768},
         hybrid=True,
     ),
 }
@@ -221,7 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.overlap", description=__doc__.splitlines()[0])
     parser.add_argument("--scenarios", default=",".join(SCENARIOS))
     parser.add_argument("--systems", default=",".join(ALL))
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--one", metavar="FILE", help=argparse.SUPPRESS)  # a scenario, in this process
     args = parser.parse_args()
