@@ -2,6 +2,7 @@
 
 import atexit
 import itertools
+import os
 import statistics
 import tempfile
 import time
@@ -218,6 +219,7 @@ def fresh_compile_cache() -> Iterator[None]:
 
 def profiled_peak_bytes(step: Callable[[], Any]) -> int:
     """Most bytes on CPU that ``step`` holds at a time beyond what lived before it, from the allocator's own events."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes lines of its own to stderr
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     events: Any = profile.profiler
