@@ -19,7 +19,8 @@ lint: $(INSTALLED)
 	$(VENV)/bin/mypy
 
 bench: $(INSTALLED)
-	$(VENV)/bin/python -m benchmarks.first_light $(ARGS)
+	$(VENV)/bin/python -m benchmarks.overlap $(ARGS)
+	$(VENV)/bin/python -m benchmarks.first_light
 	$(VENV)/bin/python -m benchmarks.wrapping
 
 $(INSTALLED): setup.py constraints.txt

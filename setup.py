@@ -13,7 +13,8 @@ setup(
     package_data={"simplefsdp.rehearsal": ["channel.cpp"]},
     install_requires=["torch>=2.11", "numpy", "tqdm"],
     extras_require={
-        "dev": ["transformers", "pytest", "hypothesis", "expecttest", "ruff", "mypy", "types-tqdm"],
+        "torchtitan": ["torchtitan==0.3.0", "triton"],  # one more system for benchmarks/overlap.py
+        "dev": ["matplotlib", "transformers", "pytest", "hypothesis", "expecttest", "ruff", "mypy", "types-tqdm"],
     },
     entry_points={
         "console_scripts": ["simplefsdp = simplefsdp.cli:main"],

@@ -7,8 +7,9 @@ Every scenario is a process of its own. Its systems step in turn, forwards in on
 the scenario's network and on one that costs nothing; what is printed are medians, and the median over rounds of a
 system's step divided by ours in the same round. All systems have the same reshard choice, loss and optimizer; the loss
 is compiled wherever blocks are. First steps compile, from an empty cache. L1 (``simplefsdp.rehearsal.limits``) is one
-bound for a scenario, the smallest of the systems on our frontend, with what each computes on the free network. Peak memory is that of the allocator's events in a step and what
-lives before it. Writes Markdown, JSON and a chart to benchmarks/results/.
+bound for a scenario, the smallest of the systems on our frontend, with what each computes on the free network. Peak
+memory is that of the allocator's events in a step and what lives before it. Writes Markdown, JSON and a chart to
+benchmarks/results/.
 """
 
 import argparse
@@ -156,9 +157,8 @@ def table(found: Mapping[str, Any]) -> str:
         "|" + "---|" * 11,
     ]
     for name, result in results.items():
-        pairs = zip(result["steps_s"], results[OURS]["steps_s"], strict=True)
         cells = [
-            f"{statistics.median(theirs / ours for theirs, ours in pairs):.2f}",
+            f"{_ratio(result, results[OURS]):.2f}",
             f"{result['step_s'] / l1:.2f}" if name != "single" else "",
             f"{result['step_s'] / result['l2_s']:.2f}",
             f"{result['compute_s'] / single['compute_s']:.2f}" if single else "",
@@ -177,6 +177,25 @@ def table(found: Mapping[str, Any]) -> str:
 def bound(found: Mapping[str, Any]) -> float:
     """Seconds that no schedule of our frontend's graphs can beat, as far as this run knows."""
     return min(result["l1_s"] for result in found["results"] if result["system"] in ON_OUR_FRONTEND)
+
+
+def summary(measured: Mapping[str, Any], label: str) -> str:
+    """A row for each system, a column for each scenario: its step divided by ours; then how far we are from L1."""
+    ratios: dict[str, dict[str, str]] = {}
+    limits = {}
+    for name, found in measured.items():
+        results = {result["system"]: result for result in found["results"]}
+        for system, result in results.items():
+            ratios.setdefault(system, {})[name] = f"{_ratio(result, results[OURS]):.2f}"
+        limits[name] = f"{results[OURS]['step_s'] / bound(found):.2f}"
+    rows = {**ratios, f"T/L1 of {OURS}": limits}
+    lines = [f"| {label.split(',')[0]} | {' | '.join(measured)} |", "|" + "---|" * (len(measured) + 1)]
+    lines += [f"| {name} | {' | '.join(row.get(column, '-') for column in measured)} |" for name, row in rows.items()]
+    return "\n".join(lines)
+
+
+def _ratio(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> float:
+    return statistics.median(a / b for a, b in zip(theirs["steps_s"], ours["steps_s"], strict=True))
 
 
 def report(measured: Mapping[str, Any], machine: str) -> str:
@@ -205,7 +224,7 @@ def chart(measured: Mapping[str, Any], machine: str, path: Path) -> None:
         panel.axvline(1e3 * bound(found), color="black", linestyle="--", linewidth=1, label="L1")
         panel.set_title(name)
         panel.set_xlabel("ms a step")
-    panels[0][0].legend(fontsize="small")
+    panels[0][0].legend(fontsize="small", loc="lower right")
     figure.suptitle(machine, fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -239,6 +258,7 @@ def main() -> None:
         Path(args.one).write_text(json.dumps(run(scenarios[0], systems, args.rounds)))
         return
     measured = {}
+    label = machine()  # before the files it writes are part of the tree
     with tempfile.TemporaryDirectory() as folder:
         for name in scenarios:
             file = Path(folder) / name
@@ -256,10 +276,10 @@ def main() -> None:
             measured[name] = json.loads(file.read_text())
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / f"overlap-torch{torch.__version__.split('+')[0]}"
-    text = report(measured, machine())
+    text = report(measured, label)
     stem.with_name(stem.name + ".md").write_text(text)
-    stem.with_name(stem.name + ".json").write_text(json.dumps({"machine": machine(), **measured}, indent=1) + "\n")
-    chart(measured, machine(), stem.with_name(stem.name + ".png"))
+    stem.with_name(stem.name + ".json").write_text(json.dumps({"machine": label, **measured}, indent=1) + "\n")
+    chart(measured, label, stem.with_name(stem.name + ".png"))
     print(text)
 
 

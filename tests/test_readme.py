@@ -1,6 +1,7 @@
 """The README says nothing that is not so."""
 
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from benchmarks.first_light import SYSTEMS
+from benchmarks.overlap import report, summary
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -64,6 +66,16 @@ def test_every_file_named_exists():
 def test_every_source_file_is_named():
     files = {f"{d}/{p.name}" for d in ("simplefsdp", "inductor_passes") for p in (ROOT / d).glob("[a-z]*.py")}
     assert {name for name in files if name not in README} == set()
+
+
+def test_the_tables_of_overlap_are_those_of_the_committed_results():
+    files = sorted((ROOT / "benchmarks" / "results").glob("overlap-*.json"))
+    assert [file.stem for file in files] == ["overlap-torch2.13.0", "overlap-torch2.15.0"]
+    for file in files:
+        measured = json.loads(file.read_text())
+        label = measured.pop("machine")
+        assert summary(measured, label) in README
+        assert file.with_suffix(".md").read_text() == report(measured, label)
 
 
 def test_the_measurement_has_a_row_for_every_system():

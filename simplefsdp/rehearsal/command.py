@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import gc
 import importlib
 import json
 import sys
@@ -80,12 +81,24 @@ def run(args: argparse.Namespace) -> None:
             bar.set_description(name)
             results += measure([trial], chosen, args.steps, bar.update)
             del trial
+            _free_memory()
         bar.close()
     if args.json:
         arguments = {name: value for name, value in vars(args).items() if isinstance(value, str | int | float | None)}
         print(json.dumps({"arguments": arguments, "results": [asdict(result) for result in results]}, indent=2))
     else:
         print(_heading(args, chosen), "", table(results), sep="\n")
+        late = {r.system: r.late_s for r in results if r.late_s > 0.05 * r.step_s}
+        if late:
+            times = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in late.items())
+            print(f"\nthis machine was too busy: data moved later than modelled, at worst {times}")
+
+
+def _free_memory() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def table(results: list[Result]) -> str:

@@ -18,7 +18,9 @@ groups sharing a cable; on CUDA, the streaming multiprocessors that a real colle
 ``multiprocessors`` says how many; point-to-point messages, which are refused.
 """
 
+import sys
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -66,13 +68,16 @@ class _Issued(NamedTuple):
 
 
 class World:
-    """What the process groups of a rehearsal share. ``network`` may be changed between steps; None costs nothing."""
+    """What the process groups of a rehearsal share: the network and the record.
+
+    ``network`` may be changed between steps; None costs nothing. The record grows until ``forget()``.
+    """
 
     def __init__(self, network: Network | None, multiprocessors: int = 1):
         self.network = network
         self.multiprocessors = multiprocessors
         self._issued: list[_Issued] = []
-        self._fqns: dict[int, str] = {}
+        self._fqns: dict[int, tuple[weakref.ref[torch.nn.Parameter], str]] = {}
         shim()
 
     def name_parameters(self, model: torch.nn.Module) -> None:
@@ -80,7 +85,7 @@ class World:
         for fqn, param in model.named_parameters():
             local = param.to_local() if isinstance(param, dist.tensor.DTensor) else param
             if local.numel():
-                self._fqns[local.untyped_storage().data_ptr()] = fqn
+                self._fqns[local.untyped_storage().data_ptr()] = weakref.ref(param), fqn
 
     def collectives(self) -> list[Collective]:
         """All since the last ``forget()``, in the order of their issue; waits until they are done."""
@@ -109,7 +114,8 @@ class World:
 
     def issued(self, kind: str, group: "RehearsalGroup", nbytes: int, moves: Sequence[Move], job: Job) -> None:
         pointers = dict.fromkeys(move.source.untyped_storage().data_ptr() for move in moves)
-        fqns = tuple(self._fqns[pointer] for pointer in pointers if pointer in self._fqns)
+        known = (self._fqns[pointer] for pointer in pointers if pointer in self._fqns)
+        fqns = tuple(fqn for param, fqn in known if param() is not None)
         self._issued.append(_Issued(kind, group, nbytes, fqns, job))
 
 
@@ -290,8 +296,10 @@ class RehearsalGroup(ProcessGroup):
 
     # From one rank to others
 
-    def broadcast(self, tensors: Sequence[Tensor], _options: Any) -> Work:
+    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Work:
         """A clone has what this rank has: nothing moves, but it takes its time."""
+        if options.rootRank != self._rank and tensors[0].dtype == torch.int64:
+            _refuse_objects_from_elsewhere(options.rootRank)
         return self._issue("broadcast", sum(tensor.nbytes for tensor in tensors), [], tensors)
 
     def scatter(self, outputs: Sequence[Tensor], sources: Sequence[Sequence[Tensor]], _options: Any) -> Work:
@@ -334,6 +342,17 @@ class RehearsalGroup(ProcessGroup):
         job = self._channels[device].issue(self.world.seconds(kind, self.ranks, nbytes), moves)
         self.world.issued(kind, self, nbytes, moves, job)
         return Work(job, outputs, self)
+
+
+def _refuse_objects_from_elsewhere(root: int) -> None:
+    """Of objects torch first broadcasts their sizes, into memory that nobody has written."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name in ("broadcast_object_list", "scatter_object_list"):
+            raise NotImplementedError(
+                f"rehearsal: {frame.f_code.co_name} from rank {root}: nobody is there to say what; be that rank"
+            )
 
 
 def _default_device() -> torch.device:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from simplefsdp import rehearsal, simple_fsdp
@@ -118,7 +119,40 @@ def _objects(_x: Tensor) -> Tensor:
     everybodys: list[Any] = [None] * 4
     dist.all_gather_object(everybodys, {"a": 1})
     dist.broadcast_object_list(own := [3], 1)
-    return torch.tensor([float(len(everybodys)), everybodys[3]["a"], own[0]])
+    dist.scatter_object_list(scattered := [None], [10, 11, 12, 13], 1)
+    dist.gather_object(4, gathered := [None] * 4, 1)
+    return torch.tensor([everybodys[3]["a"], own[0], scattered[0], *gathered])
+
+
+def _coalesced(x: Tensor) -> Tensor:
+    out = torch.empty(2, 4, 8)
+    with dist._coalescing_manager(async_ops=True) as manager:
+        dist.all_gather_into_tensor(out[0], x)
+        dist.all_gather_into_tensor(out[1], x + 1)
+    manager.wait()
+    return out
+
+
+def _functional_coalesced(name: str, *args: Any) -> Callable[[Tensor], Tensor]:
+    def call(x: Tensor) -> Tensor:
+        op, group = getattr(torch.ops._c10d_functional, name), dist.group.WORLD.group_name
+        return torch.stack([torch.ops._c10d_functional.wait_tensor(out) for out in op([x, -x], *args, group)])
+
+    return call
+
+
+def _dtensors(x: Tensor) -> Tensor:
+    """Of a tensor that all ranks have: split by each of them, and put together of what clones have."""
+    mesh = init_device_mesh("cpu", (4,))
+    rows = distribute_tensor(x.view(4, 2), mesh, [Shard(0)], src_data_rank=None)
+    columns = distribute_tensor(x.view(2, 4), mesh, [Shard(1)], src_data_rank=None)
+    partial = DTensor.from_local(x, mesh, [Partial()])
+    by_rows = distribute_tensor(x.repeat(2).view(4, 4), mesh, [Shard(0)], src_data_rank=None).redistribute(
+        mesh, [Shard(1)]
+    )
+    return torch.cat(
+        [t.flatten() for t in (rows.full_tensor(), columns.full_tensor(), partial.full_tensor(), by_rows.to_local())]
+    )
 
 
 X = torch.arange(8.0)
@@ -152,7 +186,12 @@ X = torch.arange(8.0)
         (_functional("all_reduce", "sum"), 4 * X),
         (_out_form("all_gather_into_tensor_out", 32), X.repeat(4)),
         (_out_form("reduce_scatter_tensor_out", 2, "sum"), 4 * X[2:4]),
-        (_objects, torch.tensor([4.0, 1, 3])),
+        (_objects, torch.tensor([1, 3, 11, 4, 4, 4, 4])),
+        (_coalesced, torch.stack([X.expand(4, 8), X.expand(4, 8) + 1])),
+        (_functional_coalesced("all_gather_into_tensor_coalesced", 4), torch.stack([X.repeat(4), -X.repeat(4)])),
+        (_functional_coalesced("reduce_scatter_tensor_coalesced", "sum", 4), torch.stack([4 * X[2:4], -4 * X[2:4]])),
+        (_functional_coalesced("all_reduce_coalesced", "sum"), torch.stack([4 * X, -4 * X])),
+        (_dtensors, torch.cat([X[2:4].repeat(4), X.view(2, 4)[:, 1:2].expand(2, 4).flatten(), 4 * X, X[5].repeat(4)])),
     ],
 )
 def test_each_collective_gives_what_a_world_of_clones_would(
@@ -185,6 +224,8 @@ def test_what_cannot_be_carried_is_named() -> None:
     for words, call in {
         "send and recv": lambda: dist.send(X, 0),
         "recv": lambda: dist.recv(X, 0),
+        "broadcast_object_list from rank 0": lambda: dist.broadcast_object_list([None], 0),
+        "scatter_object_list from rank 0": lambda: dist.scatter_object_list([None], None, 0),
         "a reduction by": lambda: dist.all_reduce(X.clone(), dist.ReduceOp.PRODUCT),
         "sums of torch.float8_e4m3fn": lambda: dist.all_reduce(torch.zeros(4).to(torch.float8_e4m3fn)),
         "expected contiguous": lambda: dist.all_reduce(torch.zeros(4, 4)[:, 1]),
