@@ -49,7 +49,7 @@ def test_every_row_of_the_table_names_tests_that_exist():
 
 
 def test_the_migration_table_names_every_method_of_fsdp2_and_every_argument():
-    table = README.split("## Coming from FSDP2")[1].split("## Measured")[0]
+    table = README.split("## Coming from FSDP2")[1].split("## Rehearse")[0]
     methods = {name for name in vars(FSDPModule) if not name.startswith("_")}
     arguments = set(inspect.signature(fully_shard).parameters) - {"module"}
     assert {name for name in methods | arguments if f"`{name}" not in table and f".{name}(" not in table} == set()
