@@ -53,6 +53,8 @@ def rehearse(scenario: Scenario, layers: int, steps: int) -> dict[str, Any]:
         "plan": SYSTEMS[0],
         "against": ",".join(SYSTEMS[1:]),
     }
+    if scenario is not SCENARIOS["smoke"]:
+        arguments["device"] = "cuda"
     options = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "simplefsdp.cli", "rehearse", *options, "--json"]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
@@ -66,7 +68,7 @@ def table(runs: dict[int, dict[str, Any]]) -> str:
         "|" + "---|" * 14,
     ]
     for layers, run in runs.items():
-        steps = {result["system"]: result["step_s"] for result in run["results"]}
+        baseline = next((r["step_s"] for r in run["results"] if r["system"] == "fsdp2-compile"), float("nan"))
         for result in run["results"]:
             resident = result["resident_bytes"]
             memory = [result["peak_bytes"], *resident.values(), result["peak_bytes"] - sum(resident.values())]
@@ -75,18 +77,21 @@ def table(runs: dict[int, dict[str, Any]]) -> str:
                 f"{layers}",
                 result["system"],
                 f"{1e3 * result['step_s']:.1f}",
-                f"{steps['fsdp2-compile'] / result['step_s']:.2f}",
+                f"{baseline / result['step_s']:.2f}",
                 "-" if result["mfu"] is None else f"{result['mfu']:.1%}",
-                *(f"{1e3 * seconds:.1f}" for seconds in times),
+                *("-" if seconds is None else f"{1e3 * seconds:.1f}" for seconds in times),
                 *(f"{nbytes / 2**30:.2f}" for nbytes in memory),
                 f"{result['first_step_s']:.1f}",
             ]
             lines.append(f"| {' | '.join(cells)} |")
+        lines += [f"| {layers} | {name} | does not run: {error} |" for name, error in run["failed"].items()]
     if len(runs) == 2:
         (few, first), (many, second) = runs.items()
         lines += ["", f"A layer, by the difference of {many} and {few} layers:", ""]
         lines += ["| system | step, ms | exposed, ms | peak, GiB |", "|---|---|---|---|"]
-        for one, other in zip(first["results"], second["results"], strict=True):
+        others = {result["system"]: result for result in second["results"]}
+        pairs = [(one, others[one["system"]]) for one in first["results"] if one["system"] in others]
+        for one, other in pairs:
             step, exposed, peak = (
                 (other[name] - one[name]) / (many - few) for name in ("step_s", "exposed_s", "peak_bytes")
             )

@@ -58,17 +58,22 @@ class Network:
     """Between nodes, per rank: its own network card, or its share of the node's."""
 
     def __post_init__(self) -> None:
-        _positive(f"network {self.name}: ranks_per_node", self.ranks_per_node)
-        _positive(f"network {self.name}: nodes", self.nodes)
+        for name in ("ranks_per_node", "nodes"):
+            _positive(f"network {self.name}: {name}", getattr(self, name))
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"network {self.name}: {name}: expected a whole number, found {getattr(self, name)}")
         for level, links in (("inside", self.inside), ("between", self.between)):
+            for kind in links:
+                if kind not in KINDS:
+                    raise ValueError(f"network {self.name}: {level}: unknown kind of collective {kind!r}")
             for kind in KINDS:
                 if kind not in links:
                     raise ValueError(f"network {self.name}: {level} has no {kind!r}")
                 where = f"network {self.name}: {level}[{kind!r}]"
                 _positive(f"{where}.bandwidth_bytes_per_s", links[kind].bandwidth_bytes_per_s)
                 _positive(f"{where}.alpha_s", links[kind].alpha_s)
-                if not links[kind].step_s >= 0:
-                    raise ValueError(f"{where}.step_s: expected a number of seconds, found {links[kind].step_s!r}")
+                if links[kind].step_s != 0:
+                    _positive(f"{where}.step_s", links[kind].step_s)
 
     @property
     def ranks(self) -> int:

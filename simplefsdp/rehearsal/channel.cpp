@@ -33,6 +33,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr int64_t kSpin = 60'000;  // a sleeping thread wakes up about this late
+constexpr int64_t kSlice = 50'000'000;  // of longer sleeps, to see that the channel was closed
 
 int64_t now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
@@ -103,6 +104,7 @@ class Channel {
     }
     changed_.notify_one();
     thread_.join();
+    for (Job* job : jobs_) job->done = true;  // never carried, but nobody waits for ever
   }
 
   Job* issue(int64_t nanoseconds, const Copy* copies, int64_t count) {
@@ -140,8 +142,11 @@ class Channel {
     int64_t bytes = 0;
     for (const Copy& copy : job.copies) bytes += copy.bytes * copy.times;
     int64_t start_at = job.finished - int64_t(bytes * nanoseconds_per_byte_);
-    for (int64_t next; !closed_ && (next = now() + 50'000'000) < start_at;) sleep_until(next);  // to be closed early
-    if (closed_) return;
+    for (int64_t next; !closed_ && (next = now() + kSlice) < start_at;) sleep_until(next);
+    if (closed_) {
+      job.done = true;
+      return;
+    }
     sleep_until(start_at);
     int64_t start = now();
     for (const Copy& copy : job.copies) move(copy);
@@ -177,7 +182,8 @@ bool job_done(const Job* job) { return job->done.load(std::memory_order_acquire)
 int64_t job_wait(const Job* job) {  // nanoseconds that the caller was blocked
   if (job_done(job)) return 0;
   int64_t start = now();
-  sleep_until(job->finished);
+  for (int64_t next; !job_done(job) && (next = now() + kSlice) < job->finished;) sleep_until(next);
+  if (!job_done(job)) sleep_until(job->finished);
   while (!job_done(job)) std::this_thread::yield();
   return now() - start;
 }

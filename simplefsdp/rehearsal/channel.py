@@ -50,7 +50,7 @@ class Move(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of ``time.perf_counter()`` on CPU, of the step's first event on CUDA."""
+    """Seconds of ``time.perf_counter()``."""
 
     issued: float
     started: float
@@ -117,6 +117,8 @@ class CpuChannel:
         self.close = weakref.finalize(self, self._library.channel_close, self._handle)
 
     def issue(self, seconds: float, moves: Sequence[Move]) -> "CpuJob":
+        if not self.close.alive:
+            raise RuntimeError("rehearsal: this world has ended")
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft()
         copies = [copy for move in moves for copy in _copies(move)]
@@ -166,6 +168,7 @@ class CpuJob:
 
         def complete() -> None:
             self._library.job_wait(self._handle)
+            self._moves = ()
             future.set_result(outputs)
 
         threading.Thread(target=complete, daemon=True).start()

@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> None:
     for name in ("ranks", "seq", "batch", "threads", "steps", "multiprocessors"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name}: expected a positive number, found {getattr(args, name)}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: cuda, but torch sees no GPU here")
     chosen = _network(args)
     names = [_system("--plan", args.plan, PLANS), *(_system("--against", n, AGAINST) for n in _names(args.against))]
     names = ["inductor" if name == "none" else name for name in names]
@@ -70,28 +72,41 @@ def run(args: argparse.Namespace) -> None:
         workload = _workload(args, build, chosen)
         for name in names if not args.anyway else ():
             _check_that_it_fits(name, workload)
-        results = []
+        results, failed = [], {}
         bar = tqdm(total=len(names) * (2 + 2 * args.steps), unit="step", file=sys.stderr)
         for name in names:
             bar.set_description(f"{name}: first step, compiles")
-            trial = Trial(name, SYSTEMS[name], workload, here)
-            for _ in range(2):
-                trial.step(chosen)
-                bar.update()
-            bar.set_description(name)
-            results += measure([trial], chosen, args.steps, bar.update)
-            del trial
+            try:
+                results += _measure(Trial(name, SYSTEMS[name], workload, here), chosen, args.steps, bar)
+            except Exception as error:  # of one of several systems: say so, and go on
+                if len(names) == 1:
+                    raise
+                failed[name] = f"{type(error).__name__}: {error}"
             _free_memory()
         bar.close()
     if args.json:
         arguments = {name: value for name, value in vars(args).items() if isinstance(value, str | int | float | None)}
-        print(json.dumps({"arguments": arguments, "results": [asdict(result) for result in results]}, indent=2))
+        print(
+            json.dumps(
+                {"arguments": arguments, "results": [asdict(result) for result in results], "failed": failed}, indent=2
+            )
+        )
     else:
         print(_heading(args, chosen), "", table(results), sep="\n")
+        for name, words in failed.items():
+            print(f"\n{name} does not run: {words}")
         late = {r.system: r.late_s for r in results if r.late_s > 0.05 * r.step_s}
         if late:
             times = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in late.items())
             print(f"\nthis machine was too busy: data moved later than modelled, at worst {times}")
+
+
+def _measure(trial: Trial, chosen: Network, steps: int, bar: tqdm) -> list[Result]:
+    for _ in range(2):
+        trial.step(chosen)
+        bar.update()
+    bar.set_description(trial.name)
+    return measure([trial], chosen, steps, bar.update)
 
 
 def _free_memory() -> None:
@@ -108,7 +123,8 @@ def table(results: list[Result]) -> str:
     for r in results:
         step = f"{1e3 * r.step_s:.1f} ± {500 * (max(r.steps_s) - min(r.steps_s)):.1f}"
         share = "-" if r.mfu is None else f"{r.mfu:.1%}"
-        times = [f"{1e3 * seconds:.1f}" for seconds in (r.communication_s, r.exposed_s, r.l1_s, r.l2_s)]
+        seconds = (r.communication_s, r.exposed_s, r.l1_s, r.l2_s)
+        times = ["-" if s is None else f"{1e3 * s:.1f}" for s in seconds]
         ends = [f"{r.peak_bytes / 2**30:.3f}", f"{r.first_step_s:.1f}"]
         rows.append([r.system, step, f"{r.tokens_per_s:,.0f}", share, str(r.collectives), *times, *ends])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -1,9 +1,13 @@
 """A channel on CUDA: a stream on which a kernel waits the modelled time, then copies. Nothing blocks the host.
 
-The kernel holds one block of 1024 threads on each of ``multiprocessors`` of them, as NCCL's kernels do while they run.
+The kernel holds a block of 1024 threads on each of ``multiprocessors`` of them, about what NCCL's do while they run, or
+one warp, if it is one.
 """
 
+import functools
 import time
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +25,7 @@ def _begin(start):
     tl.store(start, globaltimer())
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nanoseconds"])
 def _hold(start, nanoseconds):
     """Return ``nanoseconds`` after ``start``."""
     end = tl.load(start) + nanoseconds
@@ -35,34 +39,38 @@ class CudaChannel:
 
     def __init__(self, device: torch.device, multiprocessors: int):
         self._device, self._multiprocessors = device, multiprocessors
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=-1)  # or it would queue behind compute
         self._start = torch.zeros(1, dtype=torch.int64, device=device)
         self._seconds_per_byte = _copy_seconds_per_byte(device)
+        self._under_way: deque[CudaJob] = deque()
+        self.close = weakref.finalize(self, self._stream.synchronize)
 
     def issue(self, seconds: float, moves: Sequence[Move]) -> "CudaJob":
-        job = CudaJob(self._stream, moves)
+        if not self.close.alive:
+            raise RuntimeError("rehearsal: this world has ended")
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft()
+        job = CudaJob(self._stream, seconds, moves)
         job.issued.record()
         self._stream.wait_event(job.issued)
         moved = sum(move.out.nbytes for move in moves if not move.in_place)
         with torch.cuda.stream(self._stream):
             job.started.record()
-            if seconds > 0:
-                _begin[(1,)](self._start, num_warps=1)
-                self._hold(seconds - moved * self._seconds_per_byte)
+            _begin[(1,)](self._start, num_warps=1)
+            self._hold(seconds - moved * self._seconds_per_byte)
             for move in moves:
                 _carry(move)
-            if seconds > 0:
-                self._hold(seconds)
+            self._hold(seconds)
             job.finished.record()
+        self._under_way.append(job)  # keeps the tensors until the stream is done with them, wait or no wait
         return job
 
     def _hold(self, seconds: float) -> None:
-        _hold[(self._multiprocessors,)](self._start, max(0, round(seconds * 1e9)), num_warps=32)
-
-    def close(self) -> None:
-        self._stream.synchronize()
+        warps = 1 if self._multiprocessors == 1 else 32
+        _hold[(self._multiprocessors,)](self._start, max(0, round(seconds * 1e9)), num_warps=warps)
 
 
+@torch.no_grad()
 def _carry(move: Move) -> None:
     out, source, factor = move
     if source.numel() == 0 or move.in_place:
@@ -73,9 +81,10 @@ def _carry(move: Move) -> None:
         out.view(-1, source.numel()).copy_(source.view(1, -1).expand(out.numel() // source.numel(), -1))
 
 
+@functools.cache
 def _copy_seconds_per_byte(device: torch.device) -> float:
     """Measured: how long the copies of this file take, per byte written."""
-    out, source = (torch.empty(n, dtype=torch.int8, device=device) for n in (2**28, 2**25))
+    out, source = (torch.empty(n, dtype=torch.bfloat16, device=device) for n in (2**27, 2**24))
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2):
         begin.record()
@@ -86,8 +95,8 @@ def _copy_seconds_per_byte(device: torch.device) -> float:
 
 
 class CudaJob:
-    def __init__(self, stream: torch.cuda.Stream, moves: Sequence[Move]):
-        self._stream = stream
+    def __init__(self, stream: torch.cuda.Stream, seconds: float, moves: Sequence[Move]):
+        self._stream, self._seconds = stream, seconds
         self._moves: Sequence[Move] = moves  # kept until somebody's stream waits, as NCCL keeps them
         self.issued, self.started, self.finished = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         self._before, self._after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -122,20 +131,29 @@ class CudaJob:
         return self._before.elapsed_time(self._after) * 1e-3 if self._waited else 0.0
 
     def times(self) -> Times:
-        finished = clock(self.finished)
-        return Times(clock(self.issued), clock(self.started), finished, finished)
+        if self._waited:
+            self._after.synchronize()  # on another stream, it may come after what it waited for
+        started = clock(self.started)
+        return Times(clock(self.issued), started, started + self._seconds, clock(self.finished))
 
 
 _origin: list[Any] = []
 
 
+def restart_clock() -> None:
+    origin = torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    origin.record()
+    origin.synchronize()
+    _origin[:] = [origin, time.perf_counter()]
+
+
 def clock(event: torch.cuda.Event) -> float:
-    """When ``event`` happened, as ``time.perf_counter()``, to a few microseconds."""
+    """When ``event`` happened, as ``time.perf_counter()``: to a microsecond if ``restart_clock`` was seconds ago.
+
+    CUDA tells the time between two events in single precision.
+    """
     if not _origin:
-        origin = torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        origin.record()
-        origin.synchronize()
-        _origin[:] = [origin, time.perf_counter()]
+        restart_clock()
     origin, seconds = _origin
     return seconds + origin.elapsed_time(event) * 1e-3

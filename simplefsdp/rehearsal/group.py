@@ -56,7 +56,9 @@ class Collective(NamedTuple):
     waited: float | None
     """When somebody first waited for it; None: nobody did."""
     blocked: float
-    """Seconds that the wait took: exposed communication."""
+    """Seconds that the wait took: exposed communication, where it is compute that waits.
+
+    On CUDA it is a stream; FSDP2 has some of its own for that."""
 
 
 class _Issued(NamedTuple):
@@ -77,6 +79,7 @@ class World:
         self.network = network
         self.multiprocessors = multiprocessors
         self._issued: list[_Issued] = []
+        self._channels: list[Any] = []
         self._fqns: dict[int, tuple[weakref.ref[torch.nn.Parameter], str]] = {}
         shim()
 
@@ -104,10 +107,17 @@ class World:
     def channel(self, device: torch.device) -> Any:
         """A new one, for collectives of tensors on ``device``."""
         if device.type == "cpu":
-            return CpuChannel()
-        from .cuda import CudaChannel  # needs triton
+            self._channels.append(CpuChannel())
+        else:
+            from .cuda import CudaChannel  # needs triton
 
-        return CudaChannel(device, self.multiprocessors)
+            self._channels.append(CudaChannel(device, self.multiprocessors))
+        return self._channels[-1]
+
+    def close(self) -> None:
+        """Give up what is still under way."""
+        for channel in self._channels:
+            channel.close()
 
     def seconds(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
         return self.network.seconds(kind, ranks, nbytes) if self.network else 0.0
@@ -132,16 +142,20 @@ def world(ranks: int, network: Network | str | None, *, rank: int = 0, multiproc
         ValueError: a number of ranks that is not positive or more than the network has; a rank outside of the world;
             an unknown network.
     """
+    global _world
     chosen = find_network(network) if isinstance(network, str) else network
     _check(ranks, rank, chosen)
     dist.init_process_group(
         "rehearsal", rank=rank, world_size=ranks, store=dist.HashStore(), pg_options=World(chosen, multiprocessors)
     )
+    here = _world
+    assert here is not None
     try:
-        assert _world is not None
-        yield _world
+        yield here
     finally:
+        _world = None
         dist.destroy_process_group()
+        here.close()
 
 
 def _check(ranks: int, rank: int, network: Network | None) -> None:
@@ -156,9 +170,9 @@ def _check(ranks: int, rank: int, network: Network | None) -> None:
 class Work(dist._Work):
     """Of one collective; the tensors it writes are ``result()``."""
 
-    def __init__(self, job: Job, outputs: Sequence[Tensor], group: "RehearsalGroup"):
+    def __init__(self, job: Job, outputs: Sequence[Tensor]):
         super().__init__()
-        self._job, self._outputs, self._group = job, list(outputs), group
+        self._job, self._outputs = job, list(outputs)
 
     def wait(self, _timeout: timedelta | None = None) -> bool:
         self._job.wait()
@@ -227,12 +241,11 @@ class RehearsalGroup(ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], sources: Sequence[Tensor], _options: Any = None
     ) -> Work:
-        for output, source in zip(outputs, sources, strict=True):
-            self._same("all_gather", output.numel(), source.numel() * self.size())
         moves = [Move(output, source) for output, source in zip(outputs, sources, strict=True)]
-        return self._issue("all_gather", sum(output.nbytes for output in outputs), moves)
+        return self._issue("all_gather", sum(output.nbytes for output in outputs), moves, parts=self.size())
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], sources: Sequence[Tensor], _options: Any = None) -> Work:
+        self._one_for_each_rank("all_gather", *outputs)
         moves = [Move(o, source) for tensors, source in zip(outputs, sources, strict=True) for o in tensors]
         return self._issue("all_gather", sum(move.out.nbytes for move in moves), moves)
 
@@ -242,6 +255,7 @@ class RehearsalGroup(ProcessGroup):
         return self.allgather([list(o) for o in zip(*outputs, strict=True)], sources)
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], sources: Sequence[Tensor], _options: Any = None) -> Work:
+        self._one_for_each_rank("gather", *outputs)
         moves = [Move(o, source) for tensors, source in zip(outputs, sources, strict=False) for o in tensors]
         return self._issue("broadcast", sum(source.nbytes for source in sources) * self.size(), moves, sources)
 
@@ -255,14 +269,15 @@ class RehearsalGroup(ProcessGroup):
     ) -> Work:
         for output, source in zip(outputs, sources, strict=True):
             self._same("reduce_scatter", source.numel(), output.numel() * self.size())
+            _check_contiguous("reduce_scatter", source)
         moves = [
-            self._reduced(output, source.flatten().chunk(self.size())[self._rank], options)
+            self._reduced(output, source.view(-1).narrow(0, self._rank * output.numel(), output.numel()), options)
             for output, source in zip(outputs, sources, strict=True)
-            if output.numel()
         ]
         return self._issue("reduce_scatter", sum(source.nbytes for source in sources), moves)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], sources: Sequence[Sequence[Tensor]], options: Any) -> Work:
+        self._one_for_each_rank("reduce_scatter", *sources)
         moves = [self._reduced(o, s[self._rank], options) for o, s in zip(outputs, sources, strict=True)]
         return self._issue("reduce_scatter", sum(t.nbytes for tensors in sources for t in tensors), moves)
 
@@ -284,14 +299,16 @@ class RehearsalGroup(ProcessGroup):
     def alltoall_base(
         self, output: Tensor, source: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], _options: Any = None
     ) -> Work:
+        for tensor, splits in ((output, out_splits), (source, in_splits)):
+            if not splits and tensor.shape[0] % self.size():
+                raise ValueError(f"rehearsal: all_to_all over {self.size()} ranks: {tensor.shape[0]} rows")
         outputs = output.split(list(out_splits) or output.shape[0] // self.size())
         sources = source.split(list(in_splits) or source.shape[0] // self.size())
         return self.alltoall(outputs, sources)
 
     def alltoall(self, outputs: Sequence[Tensor], sources: Sequence[Tensor], _options: Any = None) -> Work:
+        self._one_for_each_rank("all_to_all", outputs, sources)
         received = sources[self._rank]
-        for output in outputs:
-            self._same("all_to_all", output.numel(), received.numel())
         return self._issue("all_to_all", sum(s.nbytes for s in sources), [Move(o, received) for o in outputs])
 
     # From one rank to others
@@ -304,7 +321,10 @@ class RehearsalGroup(ProcessGroup):
 
     def scatter(self, outputs: Sequence[Tensor], sources: Sequence[Sequence[Tensor]], _options: Any) -> Work:
         """Zeros, if it is another rank that has the tensors."""
+        self._one_for_each_rank("scatter", *sources)
         own = [tensors[self._rank] for tensors in sources] or [torch.zeros_like(output) for output in outputs]
+        for output, source in zip(outputs, own, strict=True):
+            self._same("scatter", output.numel(), source.numel())
         moves = [Move(output, source) for output, source in zip(outputs, own, strict=True)]
         return self._issue("broadcast", sum(output.nbytes for output in outputs) * self.size(), moves)
 
@@ -331,17 +351,29 @@ class RehearsalGroup(ProcessGroup):
         if found != expected:
             raise ValueError(f"rehearsal: {kind} over {self.size()} ranks: {found} elements where {expected} belong")
 
-    def _issue(self, kind: str, nbytes: int, moves: Sequence[Move], outputs: Sequence[Tensor] = ()) -> Work:
+    def _one_for_each_rank(self, kind: str, *lists: Sequence[Tensor]) -> None:
+        for tensors in lists:
+            if len(tensors) != self.size():
+                raise ValueError(f"rehearsal: {kind} over {self.size()} ranks: a list of {len(tensors)} tensors")
+
+    def _issue(
+        self, kind: str, nbytes: int, moves: Sequence[Move], outputs: Sequence[Tensor] = (), parts: int = 1
+    ) -> Work:
+        """``parts``: how often each source fits into its output."""
         outputs = outputs or [move.out for move in moves]
-        for tensor in (t for move in moves for t in (move.out, move.source)):
-            if not tensor.is_contiguous():
-                raise ValueError(f"rehearsal: {kind}: expected contiguous tensors, found strides {tensor.stride()}")
+        for out, source, _ in moves:
+            self._same(kind, out.numel(), parts * source.numel())
+            _check_contiguous(kind, out, source)
+            if (out.dtype, out.device) != (source.dtype, source.device):
+                raise ValueError(
+                    f"rehearsal: {kind}: from {source.dtype} on {source.device} to {out.dtype} on {out.device}"
+                )
         device = outputs[0].device if outputs else _default_device()
         if device not in self._channels:
             self._channels[device] = self.world.channel(device)
         job = self._channels[device].issue(self.world.seconds(kind, self.ranks, nbytes), moves)
         self.world.issued(kind, self, nbytes, moves, job)
-        return Work(job, outputs, self)
+        return Work(job, outputs)
 
 
 def _refuse_objects_from_elsewhere(root: int) -> None:
@@ -353,6 +385,12 @@ def _refuse_objects_from_elsewhere(root: int) -> None:
             raise NotImplementedError(
                 f"rehearsal: {frame.f_code.co_name} from rank {root}: nobody is there to say what; be that rank"
             )
+
+
+def _check_contiguous(kind: str, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise ValueError(f"rehearsal: {kind}: expected contiguous tensors, found strides {tensor.stride()}")
 
 
 def _default_device() -> torch.device:

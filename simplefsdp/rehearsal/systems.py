@@ -31,6 +31,8 @@ class System(NamedTuple):
     """Whether the loss is compiled too, as its own function."""
     sharded: bool = True
     """Whether parameters become shards; if so, ``wrap`` is called while they are on the meta device."""
+    own_streams: bool = False
+    """Whether, on CUDA, it is streams of its own that wait for collectives: the record does not show compute then."""
 
 
 def ours(plan: Any = "block", inductor: Mapping[str, Any] | None = None) -> System:
@@ -89,9 +91,9 @@ def _single(model: nn.Module, _parallelism: Parallelism) -> Callable[[Tensor], A
 SYSTEMS: Mapping[str, System] = {
     "block": ours("block"),
     "inductor": ours("none"),
-    "fsdp2": System(_fsdp2, compiled=False),
-    "fsdp2-compile": System(_fsdp2_compile, compiled=True),
-    "ddp": System(_ddp, compiled=False, sharded=False),
+    "fsdp2": System(_fsdp2, compiled=False, own_streams=True),
+    "fsdp2-compile": System(_fsdp2_compile, compiled=True, own_streams=True),
+    "ddp": System(_ddp, compiled=False, sharded=False, own_streams=True),
     "single": System(_single, compiled=True, sharded=False),
 }
 """By name. ``inductor``: our frontend, no buckets, nothing moved by us: what the installed torch makes of it."""

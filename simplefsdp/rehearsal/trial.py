@@ -72,8 +72,9 @@ class Result:
     exposed_s: float
     compute_s: float
     """Of the step where communication costs nothing."""
-    l1_s: float
-    l2_s: float
+    l1_s: float | None
+    l2_s: float | None
+    """None where the record does not show what is compute (``System.own_streams``, on CUDA)."""
     first_step_s: float
     late_s: float
     """How much later than modelled data moved, at worst: large if this machine was too busy for the rehearsal."""
@@ -83,7 +84,7 @@ class Trial:
     """A model, sharded as the system does it, with its optimizer (AdamW, fused) and its loss."""
 
     def __init__(self, name: str, system: System, workload: Workload, world: World):
-        self.name, self.workload, self.world = name, workload, world
+        self.name, self.system, self.workload, self.world = name, system, workload, world
         torch.manual_seed(0)
         with torch.device("meta"):
             self.model = workload.build()
@@ -105,6 +106,8 @@ class Trial:
         self.world.network = network
         self.world.forget()
         _finish(device)
+        if device.type == "cuda":
+            restart_clock()
         started = time.perf_counter()
         marks = [_mark(device)]
         loss = self._loss(self._forward(tokens[:, :-1]), tokens[:, 1:])
@@ -161,11 +164,13 @@ def _result(trial: Trial, network: Network, real: Sequence[Step], free: Sequence
     seconds = statistics.median(step.seconds for step in real)
     # The free step whose compute is the median one, not a mixture of several.
     typical = sorted(free, key=lambda step: sum(compute for compute, _ in step.parts))[len(free) // 2]
-    compute = sum(compute for compute, _ in typical.parts)
     workload = trial.workload
+    opaque = trial.system.own_streams and workload.device.type == "cuda"
+    free_s = statistics.median(step.seconds for step in free)
+    compute = free_s if opaque else sum(compute for compute, _ in typical.parts)
     waits_seen = all(c.waited is not None for c in real[0].collectives)  # DDP waits for futures
     if workload.device.type == "cuda" or not waits_seen:  # on CUDA waits are on several streams
-        exposed = max(0.0, seconds - statistics.median(step.seconds for step in free))
+        exposed = max(0.0, seconds - free_s)
     else:
         exposed = statistics.median(sum(c.blocked for c in step.collectives) for step in real)
     tokens = workload.batch * workload.seq
@@ -181,8 +186,8 @@ def _result(trial: Trial, network: Network, real: Sequence[Step], free: Sequence
         communication_s=sum(c.finished - c.started for c in real[0].collectives),
         exposed_s=exposed,
         compute_s=compute,
-        l1_s=bound(typical.parts, network),
-        l2_s=simulate(typical.parts, network)[0],
+        l1_s=None if opaque else bound(typical.parts, network),
+        l2_s=None if opaque else simulate(typical.parts, network)[0],
         first_step_s=trial.first_step_s,
         late_s=max((c.moved - c.finished for step in real for c in step.collectives), default=0.0),
     )
@@ -322,11 +327,17 @@ def _mark(device: torch.device) -> Callable[[], float]:
     if device.type == "cpu":
         now = time.perf_counter()
         return lambda: now
-    from .cuda import clock
+    from .cuda import clock  # needs triton
 
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return lambda: clock(event)
+
+
+def restart_clock() -> None:
+    from .cuda import restart_clock  # needs triton
+
+    restart_clock()
 
 
 def _finish(device: torch.device) -> None:

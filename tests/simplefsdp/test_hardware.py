@@ -54,7 +54,10 @@ def test_other_fields_are_checked_too() -> None:
         ({"ranks_per_node": 0}, "ranks_per_node: expected a positive"),
         ({"nodes": -1}, "nodes: expected a positive"),
         ({"between": {"all_gather": Link(1, 1)}}, "between has no 'reduce_scatter'"),
-        ({"inside": {kind: Link(1, 1, -1) for kind in KINDS}}, "step_s: expected a number of seconds, found -1"),
+        ({"ranks_per_node": 1.5}, "ranks_per_node: expected a whole number, found 1.5"),
+        ({"inside": {**TWO_LEVELS.inside, "gossip": Link(1, 1)}}, "inside: unknown kind of collective 'gossip'"),
+        ({"inside": {kind: Link(1, 1, -1) for kind in KINDS}}, "step_s: expected a positive number, found -1"),
+        ({"inside": {kind: Link(1, 1, math.inf) for kind in KINDS}}, "step_s: expected a positive number, found inf"),
     ):
         with pytest.raises(ValueError, match=words):
             replace(TWO_LEVELS, **changes)

@@ -60,6 +60,11 @@ def test_the_table_and_other_models(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (f"{TINY} --ranks 4 --alpha 0 --bandwidth 1", "--alpha: expected a positive number, found 0"),
         (f"{TINY} --ranks 4 --alpha 1 --bandwidth nan", "--bandwidth: expected a positive number, found nan"),
         (f"{TINY} --ranks 4", "--network: missing"),
+        pytest.param(
+            f"{TINY} {FAST} --ranks 4 --device cuda",
+            "--device: cuda, but torch sees no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         (f"{TINY} --ranks 4 --alpha 1", "--network: missing"),
         (f"{TINY} --ranks 4 --alpha 1 --network cpu-latency", "--network: says alpha and bandwidth itself"),
         (f"{TINY} --ranks 4 --network cpu-latencies", "unknown network 'cpu-latencies'; did you mean 'cpu-latency'"),

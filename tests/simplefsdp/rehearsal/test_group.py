@@ -201,6 +201,48 @@ def test_each_collective_gives_what_a_world_of_clones_would(
     assert rank_one_of_four.collectives()
 
 
+@pytest.mark.parametrize(
+    ("collective", "kind", "nbytes"),
+    [
+        (_gathered, "all_gather", 128),
+        (_listed, "all_gather", 128),
+        (_scattered, "reduce_scatter", 32),
+        (_scattered_list, "reduce_scatter", 32),
+        (_reduced, "all_reduce", 32),
+        (_exchanged, "all_to_all", 32),
+        (_exchanged_list, "all_to_all", 32),
+        (lambda x: _broadcast(x, 0), "broadcast", 32),
+        (lambda x: _from_a_list(x, 1), "broadcast", 32),
+        (lambda x: _to_root(x, 0), "broadcast", 32),
+        (_gathered_at_root, "broadcast", 128),
+        (lambda _: dist.barrier(), "broadcast", 0),
+        (_coalesced, "all_gather", 256),
+        (lambda _: dist.reduce_scatter_tensor(torch.empty(0), torch.empty(0)), "reduce_scatter", 0),
+    ],
+)
+def test_each_collective_costs_what_its_bytes_cost(
+    rank_one_of_four: rehearsal.World, collective: Callable[[Tensor], Any], kind: str, nbytes: int
+) -> None:
+    collective(X.clone())
+    (found,) = rank_one_of_four.collectives()
+    assert (found.kind, found.nbytes, found.ranks) == (kind, nbytes, (0, 1, 2, 3))
+    seconds = FAST.seconds(kind, found.ranks, nbytes)
+    assert found.finished - found.started == pytest.approx(seconds, abs=1e-9)
+
+
+def test_a_future_of_a_world_that_has_ended_does_not_hang() -> None:
+    with rehearsal.world(4, flat("an hour", 4, alpha_s=3600, bandwidth_bytes_per_s=1e9)) as world:
+        future = dist.all_reduce(X.clone(), async_op=True).get_future()
+        world.forget()
+        group = dist.group.WORLD
+    with pytest.raises(RuntimeError, match="this world has ended"):
+        group.allreduce([X.clone()])
+    deadline = time.monotonic() + 5
+    while not future.done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert future.done()
+
+
 @pytest.mark.usefixtures("rank_one_of_four")
 @pytest.mark.parametrize(
     "dtype",
@@ -226,6 +268,18 @@ def test_what_cannot_be_carried_is_named() -> None:
         "recv": lambda: dist.recv(X, 0),
         "broadcast_object_list from rank 0": lambda: dist.broadcast_object_list([None], 0),
         "scatter_object_list from rank 0": lambda: dist.scatter_object_list([None], None, 0),
+        "all_gather: from torch.float32 on cpu to torch.bfloat16": lambda: dist.all_gather_into_tensor(
+            torch.empty(32).bfloat16(), X
+        ),
+        "all_gather over 4 ranks: a list of 3": lambda: dist.all_gather([torch.empty(8)] * 3, X),
+        "all_gather over 4 ranks: 4 elements where 8": lambda: dist.all_gather([torch.empty(4)] * 4, X),
+        "reduce_scatter over 4 ranks: 1 elements where 8": lambda: dist.reduce_scatter(torch.empty(1), [X] * 4),
+        "reduce_scatter over 4 ranks: a list of 2": lambda: dist.reduce_scatter(X.clone(), [X] * 2),
+        "scatter over 4 ranks: 1 elements where 8": lambda: dist.scatter(torch.empty(1), [X] * 4, 1),
+        "all_to_all over 4 ranks: 10 rows": lambda: dist.all_to_all_single(torch.empty(10), torch.empty(10)),
+        "reduce_scatter: expected contiguous": lambda: dist.reduce_scatter_tensor(
+            torch.empty(2), torch.zeros(8, 2)[:, 0]
+        ),
         "a reduction by": lambda: dist.all_reduce(X.clone(), dist.ReduceOp.PRODUCT),
         "sums of torch.float8_e4m3fn": lambda: dist.all_reduce(torch.zeros(4).to(torch.float8_e4m3fn)),
         "expected contiguous": lambda: dist.all_reduce(torch.zeros(4, 4)[:, 1]),
@@ -276,9 +330,10 @@ def test_data_moves_when_the_time_is_over_and_not_before() -> None:
 
 
 def test_a_tensor_that_is_dropped_before_its_collective_ends_is_kept() -> None:
-    with rehearsal.world(4, SLOW):
+    with rehearsal.world(4, SLOW) as world:
         out = torch.zeros(4 * 1000)
         dist.all_gather_into_tensor(out, torch.ones(1000), async_op=True)
+        world.forget()
         torch.zeros(1000)  # would get the memory of the first
         time.sleep(0.1)
         assert out.sum() == 4000
