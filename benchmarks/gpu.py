@@ -57,7 +57,10 @@ def rehearse(scenario: Scenario, layers: int, steps: int) -> dict[str, Any]:
         arguments["device"] = "cuda"
     options = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "simplefsdp.cli", "rehearse", *options, "--json"]
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"not measured: {' '.join(command[1:])}")
+    return json.loads(done.stdout)
 
 
 def table(runs: dict[int, dict[str, Any]]) -> str:
