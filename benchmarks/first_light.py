@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp import simple_fsdp
 from simplefsdp.llama import Llama, build
+from simplefsdp.rehearsal.trial import profiled_peak_bytes
 
 OURS = "simplefsdp block"
 RANKS = 2
@@ -101,17 +101,7 @@ class System:
 
 def peak_bytes(system: System, tokens: Tensor) -> int:
     """Most bytes alive at a time in one step, from the allocator's events."""
-    resident = system.resident_bytes()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        system.step(tokens)
-    events: Any = profile.profiler.kineto_results.events()
-    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    assert changes, "the profiler saw no allocation"
-    alive = peak = 0
-    for _, change in sorted(changes):
-        alive += change
-        peak = max(peak, alive)
-    return resident + peak
+    return system.resident_bytes() + profiled_peak_bytes(lambda: system.step(tokens))
 
 
 def measure(rank: int, args: argparse.Namespace, folder: str) -> None:

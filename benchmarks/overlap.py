@@ -1,6 +1,6 @@
 """Who hides communication best: one rank of a rehearsed cluster, the same model and network for every system.
 
-    python -m benchmarks.overlap                                # all scenarios, about ten minutes
+    python -m benchmarks.overlap                                # all scenarios, 10 to 15 minutes
     python -m benchmarks.overlap --scenarios latency,hybrid --rounds 3
 
 Every scenario is a process of its own. Its systems step in turn, forwards in one round and backwards in the next, on

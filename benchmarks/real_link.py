@@ -92,8 +92,9 @@ def fit(found: dict[str, list[float]]) -> tuple[Network, dict[str, float]]:
     return Network("fitted", "this link", ranks_per_node=1, nodes=2, inside=every, between=every), errors
 
 
-def train(system: str, steps: int, network: Network | None, rank: int) -> list[float]:
-    """Seconds of each step of one rank, rehearsed if there is a network."""
+def train(system: str, steps: int, network: Network | None) -> list[float]:
+    """Seconds of each step of this rank, rehearsed if there is a network."""
+    rank = dist.get_rank()
     torch.set_num_threads(1)
     dist.barrier()
     begin_together = time.time() + 1.0
@@ -116,10 +117,6 @@ def train(system: str, steps: int, network: Network | None, rank: int) -> list[f
     return [trial.step(network).seconds for _ in range(steps)]
 
 
-def _train(system: str, steps: int, network: Network | None) -> list[float]:
-    return train(system, steps, network, dist.get_rank())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.real_link", description=__doc__.splitlines()[0])
     parser.add_argument("--gbit", type=float, default=0.25, help="per second, each way")
@@ -140,7 +137,7 @@ def main() -> None:
         print("\n| system | real step, ms | rehearsed, ms | rehearsed / real |\n|---|---|---|---|")
         for system in SEEN:
             real, rehearsed = (
-                statistics.median(run(namespaces, _train, system, args.steps, chosen, timeout_s=300, threads=1)[0])
+                statistics.median(run(namespaces, train, system, args.steps, chosen, timeout_s=300, threads=1)[0])
                 for chosen in (None, network)
             )
             print(f"| {system} | {1e3 * real:.1f} | {1e3 * rehearsed:.1f} | {rehearsed / real:.2f} |", flush=True)

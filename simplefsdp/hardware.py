@@ -12,7 +12,6 @@ round twice: twice the steps and bytes. Between nodes each rank brings a network
 an all-to-all each card carries what its own rank receives from other nodes, ``bytes * (N - m) / N``.
 """
 
-import difflib
 import json
 import math
 from collections import Counter
@@ -20,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from ._messages import unknown
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 """Of collectives. ``"broadcast"`` stands for all that goes from or to one rank, and for barriers."""
@@ -130,8 +131,7 @@ def network(name: str) -> Network:
         return NETWORKS[name]
     if name.endswith(".json"):
         return load(name)
-    near = difflib.get_close_matches(name, NETWORKS, n=3, cutoff=0.3) or list(NETWORKS)
-    raise ValueError(f"unknown network {name!r}; did you mean {' or '.join(map(repr, near))}? (or a .json file)")
+    raise ValueError(unknown("network", name, NETWORKS) + ", or a .json file")
 
 
 def save(network: Network, path: str | Path) -> None:

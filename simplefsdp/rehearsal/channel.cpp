@@ -20,7 +20,7 @@ struct Copy {  // out[i] = factor * in, for i < times; bytes of one
   const char* in;
   int64_t bytes, times;
   double factor;
-  int64_t type;  // index into CHANNEL_TYPES of channel.py; only used where the factor is not 1
+  int64_t type;  // index into _TYPES of channel.py; only used where the factor is not 1
 };
 
 struct Job {

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import gc
 import importlib
 import json
@@ -19,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
 from .. import llama
+from .._messages import unknown
 from ..hardware import NETWORKS, Network, flat, network
 from .group import world
 from .systems import SYSTEMS, Parallelism
@@ -86,11 +86,8 @@ def run(args: argparse.Namespace) -> None:
         bar.close()
     if args.json:
         arguments = {name: value for name, value in vars(args).items() if isinstance(value, str | int | float | None)}
-        print(
-            json.dumps(
-                {"arguments": arguments, "results": [asdict(result) for result in results], "failed": failed}, indent=2
-            )
-        )
+        found = {"arguments": arguments, "results": [asdict(result) for result in results], "failed": failed}
+        print(json.dumps(found, indent=2))
     else:
         print(_heading(args, chosen), "", table(results), sep="\n")
         for name, words in failed.items():
@@ -158,8 +155,7 @@ def _names(text: str) -> list[str]:
 
 def _system(option: str, name: str, valid: tuple[str, ...]) -> str:
     if name not in valid:
-        near = difflib.get_close_matches(name, valid, n=2, cutoff=0.3) or valid
-        raise ValueError(f"{option}: unknown {name!r}; did you mean {' or '.join(near)}?")
+        raise ValueError(f"{option}: " + unknown("system", name, valid))
     return name
 
 
@@ -177,10 +173,7 @@ def _model(args: argparse.Namespace) -> Callable[[], nn.Module]:
         return lambda: llama.Llama(config)
     module, colon, name = args.model.partition(":")
     if not colon:
-        near = difflib.get_close_matches(args.model, MODELS, n=3, cutoff=0.3) or list(MODELS)
-        raise ValueError(
-            f"--model: unknown {args.model!r}; did you mean {' or '.join(near)}? (or package.module:factory)"
-        )
+        raise ValueError("--model: " + unknown("model", args.model, MODELS) + ", or package.module:factory")
     for option in ("layers", "activation_checkpointing"):
         if getattr(args, option) not in (None, "none"):
             raise ValueError(f"--{option.replace('_', '-')}: {args.model} has to see to that itself")

@@ -66,7 +66,7 @@ class Result:
     """Share of the device's dense bf16 peak that ``flops_per_token`` stand for; None where either is not known."""
     peak_bytes: int
     resident_bytes: Mapping[str, int]
-    """Of the peak: parameters, optimizer state (and gradients where they outlive a step)."""
+    """Of the peak: parameters and optimizer state."""
     collectives: int
     communication_s: float
     exposed_s: float
