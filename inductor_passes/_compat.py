@@ -23,6 +23,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import CompileContext
 from torch._inductor import config as inductor_config
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,7 +38,9 @@ __all__ = [
     "CheckpointPolicy",
     "CustomGraphPass",
     "CustomPartitionerFn",
+    "CustomSchedulerPass",
     "Halves",
+    "NOTHING_ELSE_MOVES",
     "after_backward",
     "compile_id",
     "dispatch_modes",
@@ -45,11 +48,13 @@ __all__ = [
     "get_eval_frame_callback",
     "get_hash_for_files",
     "has_saved_tensors_hooks",
+    "inductor_ir",
     "in_backward",
     "inductor_config",
     "inductor_options",
     "inside_torch_compile",
     "is_backward",
+    "is_ordering_only",
     "load_cpp",
     "min_cut_rematerialization_partition",
     "opaque_objects_last",
@@ -64,6 +69,19 @@ __all__ = [
 ]
 
 Halves = tuple[GraphModule, GraphModule]
+
+CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
+"""Before 2.12 a pass on kernels is any callable, and not in the key of the compile cache."""
+
+NOTHING_ELSE_MOVES: dict[str, Any] = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": False,
+    "triton.reorder_for_reducing_graph_partitions": False,
+    "aten_distributed_optimizations.enable_simple_overlap": False,
+}
+"""Inductor configuration under which no pass moves kernels after ``_post_fusion_custom_pass``."""
+if not hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"):  # before 2.14
+    del NOTHING_ELSE_MOVES["aten_distributed_optimizations.enable_simple_overlap"]
 
 OUT_FORMS_REACH_PYTHON_GROUPS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 """Of functional collectives; before, they need a backend in C++."""
@@ -162,6 +180,20 @@ def _is_tangent(desc: object) -> bool:
     while isinstance(desc, SubclassGetAttrAOTInput):
         desc = desc.base
     return isinstance(desc, TangentAOTInput)
+
+
+def inductor_ir() -> Any:
+    """The module of TorchInductor's IR nodes."""
+    from torch._inductor import ir  # seconds to import, so not before it is needed
+
+    return ir
+
+
+def is_ordering_only(dep: Any) -> bool:
+    """Whether a kernel's dependency carries no data: Inductor's mark for "after that", of whatever reason."""
+    from torch._inductor.dependencies import WeakDep  # seconds to import, so not before it is needed
+
+    return isinstance(dep, WeakDep) and dep.is_fake
 
 
 def opaque_objects_last(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int) -> Halves:

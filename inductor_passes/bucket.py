@@ -2,20 +2,20 @@
 
 ::
 
-    shard_0 - unary* - all_gather - wait -> ...          shard_0 - unary* -+                            +- copy -> ...
-    shard_1 - unary* - all_gather - wait -> ...   ==>    shard_1 - unary* -+- cat - all_gather - wait - +- copy -> ...
+    shard_0 - [pad] - [cast] - all_gather - wait -> ...        shard_0 -+                                    +-> ...
+    shard_1 - [pad] - [cast] - all_gather - wait -> ...  ==>   shard_1 -+- pack - all_gather - wait - unpack +-> ...
 
-    grad_0 - reduce_scatter - wait -> ...                grad_0 -+                                +- view -> ...
-    grad_1 - reduce_scatter - wait -> ...         ==>    grad_1 -+- cat - reduce_scatter - wait - +- view -> ...
+    grad_0 - [cast] - [pad] - reduce_scatter - wait -> ...     grad_0 -+                                   +- view -> ...
+    grad_1 - [cast] - [pad] - reduce_scatter - wait -> ... ==> grad_1 -+- pack - reduce_scatter - wait - - +- view -> ...
 
-All-reduces, also those that follow a reduce-scatter, are merged in the same way.
-A bucket's gather is issued where its first member was, its reduction where its last member was. Packing order is
-the bucket's own: rank r's part of the buffer holds member 0's rows of rank r, then member 1's, as in FSDP2. A bucket
-is carried out by one collective per process group, dtype and reduction operator; a member that the graph does not
-gather (or reduce) is left out, and a collective that stays alone is not touched.
+All-reduces, also those that follow a reduce-scatter, are merged in the same way. Packing order is the bucket's own:
+rank r's part of the buffer holds member 0's rows of rank r, then member 1's, as in FSDP2; ``copies.py`` has the
+operators. A bucket is carried out by one collective per process group and, for reductions, dtype and operator; a
+member that the graph does not gather (or reduce) is left out, and a collective that stays alone is not touched.
 """
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,78 +24,136 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from ._compat import stable_topological_sort
-from .collectives import MARK, Collective, gathers, reductions, source_chain
+from .collectives import (
+    BUCKET,
+    CASTS,
+    COPIES,
+    MARK,
+    PADS,
+    REDUCE_SCATTER,
+    WAIT,
+    Collective,
+    gathers,
+    reductions,
+    source_chain,
+)
+from .copies import PACK_GRADIENTS, PACK_SHARDS, UNPACK_WEIGHTS
+from .order import Bucket, PlanError
 
 _aten = torch.ops.aten
 
 
-def bucket(graph: Graph, buckets: Sequence[Sequence[str]]) -> None:
-    """Merge gathers and reductions, each within its bucket (lists of FQNs in packing order)."""
-    for members in _members(gathers(graph), buckets):
+def assign(graph: Graph, gather_buckets: Sequence[Bucket], reduction_buckets: Sequence[Bucket]) -> None:
+    """Let each marked collective know its bucket, in ``meta``, where later passes find it, also on lowered nodes.
+
+    Raises:
+        PlanError: there are collectives of parameters that are in no bucket.
+    """
+    for found, buckets, what in (
+        (gathers(graph), gather_buckets, "gathers"),
+        (reductions(graph), reduction_buckets, "reduces"),
+    ):
+        by_fqn: Mapping[str, Bucket] = {fqn: bucket for bucket in buckets for fqn in bucket.fqns}
+        missing = [c.fqns[0] for c in found if c.fqns[0] not in by_fqn]
+        if missing:
+            raise PlanError(f"plan: this graph {what} {', '.join(missing)}, but no bucket of the plan does")
+        for collective in found:
+            for step in collective.steps:
+                step.meta[BUCKET] = by_fqn[collective.fqns[0]]
+
+
+def bucket(graph: Graph) -> None:
+    """Merge gathers and reductions, each within the bucket that ``assign`` gave it."""
+    for members in _members(gathers(graph), Collective.gather_kind):
         _merge_gathers(graph, members)
-    for members in _members(reductions(graph), buckets):
+    for members in _members(reductions(graph), Collective.reduction_kind):
         _merge_reductions(graph, members)
     # The results of a merged reduction are there later than the members' were: their users move behind it.
     stable_topological_sort(graph)
     graph.lint()
 
 
-def _members(found: list[Collective], buckets: Sequence[Sequence[str]]) -> list[list[Collective]]:
-    """The collectives to merge: those of one bucket with the same group, dtype and operator, in packing order."""
-    by_fqn: dict[str, list[Collective]] = {}
+def _members(found: list[Collective], kind: Callable[[Collective], Any]) -> list[list[Collective]]:
+    """The collectives to merge: those of one bucket that are alike, in packing order."""
+    alike: dict[tuple, list[Collective]] = {}
     for collective in found:
-        by_fqn.setdefault(collective.fqns[0], []).append(collective)
+        bucket = collective.node.meta.get(BUCKET)
+        if bucket is not None:
+            alike.setdefault((bucket, kind(collective)), []).append(collective)
     merged = []
-    for fqns in buckets:
-        alike: dict[tuple, list[Collective]] = {}
-        for collective in [c for fqn in fqns for c in by_fqn.get(fqn, [])]:
-            alike.setdefault(collective.kind, []).append(collective)
-        merged += [members for members in alike.values() if len(members) > 1]
+    for (bucket, _), members in alike.items():
+        place = {fqn: i for i, fqn in enumerate(bucket.fqns)}
+        members.sort(key=lambda c: place[c.fqns[0]])  # noqa: B023
+        if len(members) > 1:
+            merged.append(members)
     return merged
 
 
 def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
     first = min(member.node for member in members)
-    for member in members:
-        for node in source_chain(member.node):
-            if node > first:
+    shards = [_before_cast_and_pad(member.input) for member in members]
+    for shard in shards:
+        for node in [*source_chain(shard), shard]:
+            if node.op != "placeholder" and node > first:
                 first.prepend(node)
     ranks, group = members[0].options
-    sizes = [_numel(member.input) for member in members]
+    numels = [_val(member.input).numel() for member in members]
+    dtypes = [_val(member.input).dtype for member in members]
     with graph.inserting_before(first):
-        packed = _call(_aten.cat.default, [_view(m.input, [n]) for m, n in zip(members, sizes, strict=True)])
-        gathered = _collective(first.target, packed, members, ranks, group)
-        parts = _split(_view(gathered, [ranks, sum(sizes)]), sizes)
-        full = [_call(_aten.clone.default, part, memory_format=torch.contiguous_format) for part in parts]
-        _replace(members, full)
+        packed = _call(PACK_SHARDS, shards, numels, dtypes)
+        gathered = _collective(members[0].node, packed, members, ranks, group)
+        unpacked = _call(UNPACK_WEIGHTS, gathered, ranks, numels, dtypes)
+        _replace(members, [_call(operator.getitem, unpacked, i) for i in range(len(members))])
 
 
 def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
     last = max(member.node for member in members)
-    inputs, results = (
-        [_numel(node) for node in nodes] for nodes in zip(*((m.input, m.node) for m in members), strict=True)
-    )
-    ranks = inputs[0] // results[0]  # an all-reduce has one row
+    results = [_val(member.node).numel() for member in members]
+    ranks = members[0].options[1] if members[0].node.target is REDUCE_SCATTER else 1
+    dtype = _val(members[0].input).dtype
     with graph.inserting_before(last):
-        rows = [_view(m.input, [ranks, n]) for m, n in zip(members, results, strict=True)]
-        reduced = _view(_call(_aten.cat.default, rows, 1), [sum(inputs)])
+        gradients = [_gradient(member.input, ranks) for member in members]
+        reduced = _call(PACK_GRADIENTS, gradients, ranks, dtype)
         step: Collective | None = members[0]
         while step:
-            reduced = _collective(step.node.target, reduced, members, *step.options)
+            reduced = _collective(step.node, reduced, members, *step.options)
             step = step.then
-        _replace(members, _split(reduced, results))
+        offsets = [sum(results[:i]) for i in range(len(results))]
+        parts = zip(offsets, results, strict=True)
+        _replace(members, [_call(_aten.slice.Tensor, reduced, 0, start, start + n) for start, n in parts])
 
 
-def _collective(target: Any, packed: Node, members: list[Collective], *options: object) -> Node:
-    node = _call(target, packed, *options)
+def _before_cast_and_pad(node: Node) -> Node:
+    """What ``node`` was before it was copied, cast (once) and padded behind its last row."""
+    absorbed = set()
+    while node.target in (*COPIES, *PADS, *CASTS):
+        if node.target in PADS and any(node.args[1][:-1]):
+            break
+        if node.target in CASTS and "cast" in absorbed:
+            break
+        absorbed.add("cast" if node.target in CASTS else "other")
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _gradient(node: Node, ranks: int) -> Node:
+    """What ``pack_gradients`` makes ``node`` of."""
+    source = _before_cast_and_pad(node)
+    if not _val(source).shape:
+        return _view(source, [1])
+    shape, padded = _val(source).shape, _val(node).shape
+    return source if [-(-shape[0] // ranks) * ranks, *shape[1:]] == list(padded) else node
+
+
+def _collective(like: Node, packed: Node, members: list[Collective], *options: object) -> Node:
+    node = _call(like.target, packed, *options)
     node.meta[MARK] = tuple(fqn for member in members for fqn in member.fqns)
-    return _call(torch.ops._c10d_functional.wait_tensor.default, node)
+    node.meta[BUCKET] = like.meta[BUCKET]
+    return _call(WAIT, node)
 
 
 def _replace(members: list[Collective], results: list[Node]) -> None:
-    views = [
-        _view(result, list(member.node.meta["val"].shape)) for member, result in zip(members, results, strict=True)
-    ]
+    views = [_view(result, list(_val(member.node).shape)) for member, result in zip(members, results, strict=True)]
     for member, view in zip(members, views, strict=True):
         member.result.replace_all_uses_with(view)
         _erase(member)
@@ -104,28 +162,27 @@ def _replace(members: list[Collective], results: list[Node]) -> None:
 def _erase(collective: Collective) -> None:
     if collective.then:
         _erase(collective.then)
+    node = collective.input
     collective.node.graph.erase_node(collective.wait)
     collective.node.graph.erase_node(collective.node)
-
-
-def _split(buffer: Node, sizes: list[int]) -> list[Node]:
-    """``buffer`` cut along its last dim."""
-    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [_call(_aten.slice.Tensor, buffer, -1, start, start + n) for start, n in zip(offsets, sizes, strict=True)]
+    while not node.users and node.target in (*COPIES, *PADS, *CASTS):
+        node, done = node.all_input_nodes[0], node
+        done.graph.erase_node(done)
 
 
 def _view(node: Node, shape: list[int]) -> Node:
     return _call(_aten.view.default, node, shape)
 
 
-def _numel(node: Node) -> int:
-    return node.meta["val"].numel()
+def _val(node: Node) -> Any:
+    return node.meta["val"]
 
 
-def _call(target: Callable, *args: Any, **kwargs: Any) -> Node:
-    """A node with its value's shape and dtype, inserted where the graph's insertion point is."""
+def _call(target: Callable, *args: Any) -> Node:
+    """A node with its value, inserted where the graph's insertion point is."""
     inputs = [arg for arg in tree_leaves(args) if isinstance(arg, Node)]
-    node = inputs[0].graph.call_function(target, args, kwargs)
-    with inputs[0].meta["val"].fake_mode:
-        node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]), **kwargs)
+    node = inputs[0].graph.call_function(target, args)
+    fake = tree_leaves(_val(inputs[0]))[0].fake_mode
+    with fake:
+        node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
     return node

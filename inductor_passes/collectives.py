@@ -24,18 +24,20 @@ from torch.fx import Graph, Node
 from ._compat import parameter_gradients, parameter_inputs
 
 MARK = "simplefsdp_fqns"
+BUCKET = "simplefsdp_bucket"
+"""Where a marked collective keeps the bucket of the plan that it is a member of, or carries out."""
 
 _C10D = "c10d"
 _c10d = torch.ops._c10d_functional
-_ALL_GATHER = _c10d.all_gather_into_tensor.default
-_REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
-_ALL_REDUCE = _c10d.all_reduce.default
-_REDUCTIONS = (_REDUCE_SCATTER, _ALL_REDUCE)
-_WAIT = _c10d.wait_tensor.default
+ALL_GATHER = _c10d.all_gather_into_tensor.default
+REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
+ALL_REDUCE = _c10d.all_reduce.default
+REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
+WAIT = _c10d.wait_tensor.default
 
-_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-_PADS = (torch.ops.aten.constant_pad_nd.default,)
-_COPIES = (torch.ops.aten.clone.default,)
+CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+PADS = (torch.ops.aten.constant_pad_nd.default,)
+COPIES = (torch.ops.aten.clone.default,)
 _MOVES = (torch.ops.aten.permute.default,)
 _COMPLEX = (torch.ops.aten.view_as_real.default,)
 _VIEW_AS_COMPLEX = torch.ops.aten.view_as_complex.default
@@ -80,22 +82,30 @@ class Collective:
         return self.node.args[1:]
 
     @property
-    def kind(self) -> tuple[Any, ...]:
-        """What collectives must have in common to be carried out by one."""
-        then = self.then.kind if self.then else ()
+    def steps(self) -> list[Node]:
+        """The collective and those that follow."""
+        return [self.node, *(self.then.steps if self.then else [])]
+
+    def gather_kind(self) -> tuple[Any, ...]:
+        """What gathers must have in common to be carried out by one."""
+        return self.options
+
+    def reduction_kind(self) -> tuple[Any, ...]:
+        """What reductions must have in common to be carried out by one."""
+        then = self.then.reduction_kind() if self.then else ()
         # Behind an odd number of reals a complex number would not be aligned.
         return (self.node.target, self.options, self.input.meta["val"].dtype, _becomes_complex(self.result), *then)
 
 
 def gathers(graph: Graph) -> list[Collective]:
     """The marked all-gathers, in graph order."""
-    return [Collective(node.meta[MARK], node, _wait_of(node)) for node in _marked(graph, _ALL_GATHER)]
+    return [Collective(node.meta[MARK], node, _wait_of(node)) for node in _marked(graph, ALL_GATHER)]
 
 
 def reductions(graph: Graph) -> list[Collective]:
     """The marked reductions, in graph order; an all-reduce that takes another's result is part of that one."""
     found: dict[Node, Collective] = {}
-    for node in reversed(_marked(graph, *_REDUCTIONS)):
+    for node in reversed(_marked(graph, *REDUCTIONS)):
         wait = _wait_of(node)
         following = [found.pop(user) for user in wait.users if user in found]
         found[node] = Collective(node.meta[MARK], node, wait, following[0] if following else None)
@@ -137,7 +147,7 @@ def source_chain(gather: Node) -> list[Node]:
     """The unary operators that lead from a placeholder to ``gather``, in order; raises if there is anything else."""
     chain: list[Node] = []
     node = gather
-    while (node := node.all_input_nodes[0]).op != "placeholder":
+    while node.op != "placeholder" and (node := node.all_input_nodes[0]).op != "placeholder":
         assert _prepares_a_shard(node), f"{node.name}: expected a pad, cast or view of a shard before its all-gather"
         chain.insert(0, node)
     return chain
@@ -146,7 +156,7 @@ def source_chain(gather: Node) -> list[Node]:
 def _prepares_a_shard(node: Node) -> bool:
     if node.target in _VIEWS:  # DTensor.to_local takes a view of the same shape
         return node.meta["val"].shape == node.all_input_nodes[0].meta["val"].shape
-    return node.target in (*_CASTS, *_PADS, *_MOVES, *_COPIES, *_COMPLEX)
+    return node.target in (*CASTS, *PADS, *_MOVES, *COPIES, *_COMPLEX)
 
 
 def _becomes_complex(node: Node) -> bool:
@@ -161,7 +171,7 @@ def _marked(graph: Graph, *targets: Callable[..., Any]) -> list[Node]:
 
 def _wait_of(collective: Node) -> Node:
     (wait,) = collective.users
-    assert wait.target is _WAIT, f"{collective.name}: expected one wait, found {wait.name}"
+    assert wait.target is WAIT, f"{collective.name}: expected one wait, found {wait.name}"
     return wait
 
 
@@ -170,7 +180,7 @@ def _reachable(shard: Node) -> list[Node]:
     found, pending = [], list(shard.users)
     while pending:
         node = pending.pop()
-        if node.target is _ALL_GATHER:
+        if node.target is ALL_GATHER:
             found.append(node)
         elif _prepares_a_shard(node):
             pending.extend(node.users)
@@ -219,7 +229,7 @@ class _Reduction:
 
     @property
     def collectives(self) -> list[Node]:
-        return [node for node in self.after if node.target in _REDUCTIONS]
+        return [node for node in self.after if node.target in REDUCTIONS]
 
 
 def _merge_reductions(param: GraphParameter, gradient: Node) -> bool:
@@ -252,14 +262,14 @@ def _reduction_ending_at(last: Node, dtype: torch.dtype) -> _Reduction | None:
     if not _extend_to_its_collective(after):
         return None
     further = after[0].all_input_nodes[:1]
-    if after[0].target is _ALL_REDUCE and _extend_to_its_collective(further):
+    if after[0].target is ALL_REDUCE and _extend_to_its_collective(further):
         after = [*further, *after]
     before: list[Node] = []
-    for targets in (_COPIES, _PADS, _MOVES, _CASTS):
+    for targets in (COPIES, PADS, _MOVES, CASTS):
         node = (before or after)[0].all_input_nodes[0]
         if node.target not in targets or len(node.users) != 1:
             continue
-        if targets is _CASTS and node.all_input_nodes[0].meta["val"].dtype is not dtype:
+        if targets is CASTS and node.all_input_nodes[0].meta["val"].dtype is not dtype:
             continue  # a cast of the user's (autocast): the gradient of the weight is what comes out of it
         before.insert(0, node)
     return _Reduction(tuple(before), tuple(after))
@@ -267,7 +277,7 @@ def _reduction_ending_at(last: Node, dtype: torch.dtype) -> _Reduction | None:
 
 def _extend_to_its_collective(after: list[Node]) -> bool:
     """Put the reduction before ``after``'s first node, if that is the wait for one."""
-    if after[0].target is not _WAIT or after[0].all_input_nodes[0].target not in _REDUCTIONS:
+    if after[0].target is not WAIT or after[0].all_input_nodes[0].target not in REDUCTIONS:
         return False
     after.insert(0, after[0].all_input_nodes[0])
     return True

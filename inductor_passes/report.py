@@ -17,8 +17,12 @@ class Report:
 
     def write(self, step: str, graph: Graph) -> None:
         """Write ``graph`` to ``<folder>/<step>.txt``."""
+        self.write_text(f"{step}.txt", render(graph))
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write ``text`` to ``<folder>/<name>``."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / f"{step}.txt").write_text(render(graph))
+        (self.folder / name).write_text(text)
 
 
 def render(graph: Graph) -> str:

@@ -127,7 +127,7 @@ def simple_fsdp(
     placements = {fqn: _placements(fqn, param, mode, shard_placement_fn) for fqn, param in new.items()}
     reshard = _per_parameter("reshard_after_forward", reshard_after_forward, list(new))
 
-    sharded_model = ShardedModel(tuple(params))
+    sharded_model = ShardedModel(tuple((fqn, tuple(param.shape)) for fqn, param in params.items()))
     sharded: dict[int, tuple[nn.Parameter, ShardedParameter]] = {}
     for fqn, info in known.items():
         sharded[id(params[fqn])] = params[fqn], replace(info, fqn=fqn, model=sharded_model)

@@ -2,8 +2,8 @@
 
 ::
 
-    Dynamo graph - AOTAutograd joint graph - identify, tag - partition -+- forward  - bucket - lower
-                                                                        +- backward - bucket - lower
+    Dynamo graph - AOTAutograd joint graph - identify, tag - partition, plan -+- forward  - bucket - lower - order
+                                                                              +- backward - bucket - lower - order
 """
 
 import functools
@@ -24,8 +24,10 @@ from torch.nn import Parameter
 
 import inductor_passes
 from inductor_passes._compat import (
+    NOTHING_ELSE_MOVES,
     CustomGraphPass,
     CustomPartitionerFn,
+    CustomSchedulerPass,
     Halves,
     compile_id,
     get_hash_for_files,
@@ -33,21 +35,22 @@ from inductor_passes._compat import (
     inductor_options,
     is_backward,
 )
-from inductor_passes.bucket import bucket
-from inductor_passes.collectives import GraphParameter, identify
+from inductor_passes.bucket import assign, bucket
+from inductor_passes.collectives import GraphParameter, identify, reductions
+from inductor_passes.order import first_uses, graph_items, last_gradients, order_graph
 from inductor_passes.partition import partition
 from inductor_passes.recompute import tag
 from inductor_passes.report import Report
 
 from . import sharding
 from ._messages import unknown
-from .plan import Buckets, block_buckets, single_buckets
+from .plan import BLOCK, BucketPlan, Buckets, Request, Uses, resolve
 from .recompute import CHANGED_WHILE_WHOLE
 from .sharding import ShardedModel, ShardedParameter, unshard
 
 log = logging.getLogger("simplefsdp")
 
-_PLANS = {"auto": block_buckets, "block": block_buckets, "none": single_buckets}
+_PLANS: dict[str, Request | None] = {"auto": BLOCK, "block": BLOCK, "none": None}
 _LATER_PLANS = ("greedy",)
 _LOWERINGS = ("inductor", "aot_eager")
 
@@ -56,9 +59,11 @@ _LOWERINGS = ("inductor", "aot_eager")
 class Options:
     """What ``torch.compile(..., backend="simplefsdp", options={...})`` understands."""
 
-    plan: str = "auto"
-    """``"block"``: one bucket per repeated block, one for what precedes the first and one for what follows the last.
-    ``"none"``: no buckets, nothing moved. ``"auto"``: ``"block"``, until there is a planner."""
+    plan: "str | Path | Request | BucketPlan" = "auto"
+    """``"block"``: one bucket per repeated block, one for what precedes the first and one for what follows the last,
+    gathered one bucket ahead and awaited one bucket later. ``"none"``: no buckets, nothing moved: TorchInductor as it
+    is. ``"auto"``: ``"block"``, until there is a planner. Or ``manual_plan([...])``, a ``BucketPlan``, or the path of
+    one's JSON, which ends in ``.json``."""
     memory_budget: None = None
     """Not there yet."""
     profile: None = None
@@ -89,10 +94,7 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
         if given.get(name) is not None:
             raise NotImplementedError(f"option {name!r}={given[name]!r}: needs a planner, which is not there yet")
     parsed = Options(**given)
-    if not isinstance(parsed.plan, str) or parsed.plan in _LATER_PLANS:
-        raise NotImplementedError(f"option 'plan'={parsed.plan!r}: not there yet (there is: {', '.join(_PLANS)})")
-    if parsed.plan not in _PLANS:
-        raise ValueError(unknown("plan", parsed.plan, _PLANS))
+    _check_plan(parsed.plan)
     if parsed.lower_with not in _LOWERINGS:
         raise ValueError("option 'lower_with': " + unknown("lowering", parsed.lower_with, _LOWERINGS))
     if parsed.report_dir is not None and not isinstance(parsed.report_dir, str | Path):
@@ -100,14 +102,36 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
     if not isinstance(parsed.inductor, Mapping):
         raise TypeError(f"option 'inductor': expected a dict of Inductor options, found {parsed.inductor!r}")
     for name in parsed.inductor:
-        if name in _PASS_SLOTS:
+        if name in (*_PASS_SLOTS, *NOTHING_ELSE_MOVES):
             raise ValueError(f"option 'inductor': {name!r} is used by simplefsdp itself")
         if name not in inductor_options():
             raise ValueError("option 'inductor': " + unknown("Inductor option", name, inductor_options()))
     return parsed
 
 
-_PASS_SLOTS = ("joint_custom_post_pass", "custom_partitioner_fn", "post_grad_custom_post_pass")
+def _check_plan(plan: Any) -> None:
+    if isinstance(plan, Path | Request | BucketPlan) or (isinstance(plan, str) and plan.endswith(".json")):
+        return
+    if not isinstance(plan, str):
+        raise TypeError(f"option 'plan': expected a name, manual_plan([...]), a BucketPlan or a path, found {plan!r}")
+    if plan in _LATER_PLANS:
+        raise NotImplementedError(f"option 'plan'={plan!r}: not there yet (there is: {', '.join(_PLANS)})")
+    if plan not in _PLANS:
+        raise ValueError(unknown("plan", plan, _PLANS))
+
+
+def _requested(plan: Any) -> Request | BucketPlan | None:
+    if isinstance(plan, Path) or (isinstance(plan, str) and plan not in _PLANS):
+        return BucketPlan.load(plan)
+    return _PLANS[plan] if isinstance(plan, str) else plan
+
+
+_PASS_SLOTS = (
+    "joint_custom_post_pass",
+    "custom_partitioner_fn",
+    "post_grad_custom_post_pass",
+    "_post_fusion_custom_pass",
+)
 
 
 @register_backend(name="simplefsdp")
@@ -116,12 +140,18 @@ def simplefsdp(
 ) -> Callable[..., Any]:
     """Compile one graph that Dynamo captured. ``options``: see ``Options``; errors: see ``parse_options``."""
     parsed = parse_options(options)
-    _say_what_auto_is(parsed.plan)
+    if parsed.plan == "auto":
+        _say_what_auto_is()
     _refuse_changed_weights(gm, example_inputs)
     passes = passes_for(example_inputs, parsed)
     if parsed.lower_with == "aot_eager":
         return _aot_eager(gm, example_inputs, passes)
-    slots: dict[str, Any] = dict(zip(_PASS_SLOTS, (_OnJoint(passes), _Partitioner(), _OnEachHalf(passes)), strict=True))
+    filled = (_OnJoint(passes), _Partitioner(passes), _OnEachHalf(passes), _OnKernels(passes))
+    slots: dict[str, Any] = dict(zip(_PASS_SLOTS, filled, strict=True))
+    if passes.request is None:
+        del slots["_post_fusion_custom_pass"]
+    else:
+        slots.update(NOTHING_ELSE_MOVES)
     # AOTAutograd caches only graphs of functions that it knows to depend on nothing but their arguments and source.
     slots["unsafe_marked_cacheable_functions"] = {
         **inductor_config.unsafe_marked_cacheable_functions,
@@ -135,10 +165,12 @@ def simplefsdp(
 def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], passes: "Passes") -> Callable[..., Any]:
     def tag_and_partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> Halves:
         passes.on_joint(joint.graph)
-        return partition(joint, inputs, **kwargs)
+        return passes.on_partition(joint, inputs, **kwargs)
 
     def lower_half(half: GraphModule, _inputs: Any) -> Any:
         passes.on_each_half(half.graph)
+        if passes.request is not None:
+            order_graph(half.graph)
         half.recompile()
         return make_boxed_func(half.forward)
 
@@ -160,7 +192,11 @@ class Passes:
     """The passes of one compilation, with all that they depend on."""
 
     params: dict[int, GraphParameter]
+    request: Request | BucketPlan | None
     buckets: Buckets
+    """That a request asks for, of all parameters."""
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    """FQN and shape of all parameters of the models, in registration order."""
     shapes: tuple[tuple[int, ...], ...]
     """Of this rank's shards: torch's own key knows only those of the whole parameters, and ranks share a cache."""
     report: Report | None
@@ -174,19 +210,46 @@ class Passes:
         self._write(f"2_{kind}_after_identify", graph)
         if missed:
             log.warning("no bucket for the gradients of %s: their reductions were not recognised", ", ".join(missed))
+        if kind == "forward":
+            self._plan(graph, Graph())
+
+    def on_partition(self, joint: GraphModule, inputs: Any, **kwargs: Any) -> Halves:
+        """In place of torch's partitioner."""
+        halves = partition(joint, inputs, **kwargs)
+        self._plan(*(half.graph for half in halves))
+        return halves
+
+    def _plan(self, forward: Graph, backward: Graph) -> None:
+        if self.request is None:
+            return
+        kept = [param.fqn for param in self.params.values() if not param.reshard]
+        if isinstance(self.request, BucketPlan):
+            plan = self.request
+            here = {param.fqn for param in self.params.values()}
+            plan.check_fits(dict(self.parameters), kept, here)
+        else:
+            items = graph_items(backward)[1]
+            followed = frozenset(c.fqns[0] for c in reductions(backward) if c.then)
+            uses = Uses(first_uses(graph_items(forward)[1]), first_uses(items), last_gradients(items), followed)
+            plan = resolve(self.request.prefetch, self.buckets, uses, self.parameters, kept)
+        assign(forward, plan.forward, plan.reductions)
+        assign(backward, plan.backward, plan.reductions)
+        if self.report is not None:
+            self.report.write_text("plan.json", plan.to_json())
 
     def on_each_half(self, graph: Graph) -> None:
         """After partitioning: the forward, the backward or the inference graph."""
         first, kind = (5, "backward") if is_backward(graph) else (3, "forward")
         self._write(f"{first}_{kind}_before_bucket", graph)
-        bucket(graph, self.buckets)
+        bucket(graph)
         self._write(f"{first + 1}_{kind}_after_bucket", graph)
 
     def uuid(self) -> str | None:
         """Key for the compile cache: all that the passes depend on, and their own source."""
         if self.report is not None:
             return None
-        inputs = repr((sorted(self.params.items()), self.buckets, self.shapes))
+        plan = self.request.hash if isinstance(self.request, BucketPlan) else self.request and self.request.prefetch
+        inputs = repr((sorted(self.params.items()), plan, self.buckets, self.parameters, self.shapes))
         return hashlib.sha256(_source_hash() + inputs.encode()).hexdigest()
 
     def _write(self, step: str, graph: Graph) -> None:
@@ -206,8 +269,11 @@ class _OnJoint(CustomGraphPass):
 
 
 class _Partitioner(CustomPartitionerFn):
+    def __init__(self, passes: Passes):
+        self.passes = passes
+
     def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Halves:
-        return partition(gm, joint_inputs, **kwargs)
+        return self.passes.on_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> bytes:
         return _source_hash()
@@ -216,6 +282,19 @@ class _Partitioner(CustomPartitionerFn):
 class _OnEachHalf(_OnJoint):
     def __call__(self, graph: Graph) -> None:
         self.passes.on_each_half(graph)
+
+
+class _OnKernels(CustomSchedulerPass):
+    def __init__(self, passes: Passes):
+        self.passes = passes
+
+    def __call__(self, kernels: list[Any]) -> list[Any]:
+        from inductor_passes.scheduler import order_kernels
+
+        return order_kernels(kernels)
+
+    def uuid(self) -> str | None:
+        return self.passes.uuid()
 
 
 def passes_for(example_inputs: Sequence[Any], options: Options) -> Passes:
@@ -227,9 +306,14 @@ def passes_for(example_inputs: Sequence[Any], options: Options) -> Passes:
     # Two models in one graph may use the same FQNs.
     models: list[ShardedModel] = list(dict.fromkeys(info.model for info in found.values()))
     prefix = {model: f"model{i}:" if len(models) > 1 else "" for i, model in enumerate(models)}
+    request = _requested(options.plan)
     buckets = [
-        tuple(prefix[model] + fqn for fqn in fqns) for model in models for fqns in _PLANS[options.plan](model.fqns)
+        tuple(prefix[model] + fqn for fqn in fqns)
+        for model in models
+        if isinstance(request, Request)
+        for fqns in request.buckets(tuple(fqn for fqn, _ in model.parameters))
     ]
+    parameters = [(prefix[model] + fqn, shape) for model in models for fqn, shape in model.parameters]
     params = {
         index: GraphParameter(
             prefix[info.model] + info.fqn,
@@ -243,7 +327,7 @@ def passes_for(example_inputs: Sequence[Any], options: Options) -> Passes:
     if options.report_dir is not None and (not dist.is_initialized() or dist.get_rank() == 0):
         report = Report(Path(options.report_dir) / f"graph_{compile_id()}")
     shapes = tuple(tuple(example_inputs[index]._local_tensor.shape) for index in params)
-    return Passes(params, tuple(buckets), shapes, report)
+    return Passes(params, request, tuple(buckets), tuple(parameters), shapes, report)
 
 
 def _warn_of_parameters_that_are_not_sharded(example_inputs: Sequence[Any], some_are: bool) -> None:
@@ -282,8 +366,5 @@ def _source_hash() -> bytes:
 
 
 @functools.cache
-def _say_what_auto_is(plan: str) -> None:
-    if plan == "auto":
-        log.warning(
-            "plan='auto' means 'block' until there is a planner; pass options={'plan': 'block'} to silence this"
-        )
+def _say_what_auto_is() -> None:
+    log.warning("plan='auto' means 'block' until there is a planner; pass options={'plan': 'block'} to silence this")

@@ -82,9 +82,10 @@ def decode(text: str) -> Communication:
 
 @dataclass(frozen=True, eq=False)
 class ShardedModel:
-    """A model given to ``simple_fsdp``, or a deep copy: the FQNs of its parameters, in registration order."""
+    """A model given to ``simple_fsdp``, or a deep copy."""
 
-    fqns: tuple[str, ...]
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    """FQN and shape of the whole of each, in registration order."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inductor_passes.collectives import GraphParameter
-from inductor_passes.partition import partition
+from inductor_passes.order import order_graph
 from simplefsdp.backend import parse_options, passes_for
 
 PARTITIONERS: dict[str, Callable[..., Any]] = {
@@ -50,9 +50,11 @@ def capture(model: nn.Module, *inputs: Any, plan: str = "none", partitioner: str
         def tag_and_partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             captured.joint = copy(joint.graph)
             passes.on_joint(joint.graph)
-            halves = partition(joint, joint_inputs, partitioner=PARTITIONERS[partitioner], **kwargs)
+            halves = passes.on_partition(joint, joint_inputs, partitioner=PARTITIONERS[partitioner], **kwargs)
             for half in halves:
                 passes.on_each_half(half.graph)
+                if plan != "none":
+                    order_graph(half.graph)
             captured.forward, captured.backward = (half.graph for half in halves)
             return halves
 
@@ -60,6 +62,8 @@ def capture(model: nn.Module, *inputs: Any, plan: str = "none", partitioner: str
             captured.joint = copy(graph.graph)
             passes.on_joint(graph.graph)
             passes.on_each_half(graph.graph)
+            if plan != "none":
+                order_graph(graph.graph)
             captured.forward = graph.graph
             return make_boxed_func(graph.forward)
 

@@ -1,0 +1,294 @@
+"""The order of collectives and waits, as a plan says: one function over nodes and what they need.
+
+::
+
+    slot 0                    | slot 1                                   | slot 2 ...
+    gather B0, gather B1,     |                                          |
+    wait B0, compute          | gather B2, wait B1, compute, compute ... | gather B3, wait B2, compute ...
+
+Compute stays as it is. Before each compute node there is a slot, and whatever belongs to communication goes into one:
+a gather and what prepares it into the slot of its bucket's issue point; the wait for it, and what is made of the weights
+alone, before the first compute that reads them; a reduction and what packs it, the wait for it and what is made of its
+result, into the slots behind the gradients that the plan names. Nodes are then listed by slot and, within one, by what
+they are, but never before what they need. Where the plan asks for something that the graph does not allow, a node
+comes after its slot, and that is an error.
+
+``graph_items`` and ``scheduler_items`` (``scheduler.py``) say of FX nodes and of Inductor's kernels what ``order`` asks.
+"""
+
+import heapq
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from torch.fx import Graph, Node
+
+from .collectives import ALL_GATHER, BUCKET, MARK, WAIT
+from .copies import PACK_GRADIENTS, UNPACK_WEIGHTS
+
+Kind = Literal["compute", "gather", "gathered", "pack", "reduction", "reduced"]
+
+
+class Bucket(NamedTuple):
+    """Parameters whose gather or reduction is one collective, and when. A point names a parameter by its FQN; one that
+    a graph does not have is that graph's start where something is issued, and its end where something is awaited."""
+
+    fqns: tuple[str, ...]
+    """In packing order."""
+    issue: str | None
+    """Of a gather: before the first use of this parameter's full weight, and before the wait for that, if it is due
+    there. Of a reduction: when this parameter's full gradient, and all of the bucket's own, are there. ``None``: at
+    the start of the graph."""
+    wait: str | None
+    """Of a gather: before the first use of this parameter, the first of the bucket to be used. Of a reduction: before
+    the reduction of this parameter is issued. ``None``: at the end of the graph."""
+    then: str | None = None
+    """Of a reduce-scatter that an all-reduce follows: when the one is awaited and the other issued, as ``wait``."""
+
+
+class Item(NamedTuple):
+    """What ``order`` asks of a node."""
+
+    needs: frozenset[int]
+    """Positions of the nodes that must come before."""
+    reads_inputs: bool = False
+    """Whether it reads what the graph is given."""
+    kind: Kind = "compute"
+    fqns: tuple[str, ...] = ()
+    """Of the parameters whose gather or reduction it is, or is waited for or packed by it."""
+    bucket: Bucket | None = None
+    """Of all but compute."""
+    follows: bool = False
+    """It is, or waits for, the all-reduce of a reduce-scatter's result."""
+    followed: bool = False
+    """It waits for a reduce-scatter whose result is then all-reduced."""
+    weights: tuple[str, ...] = ()
+    """FQNs of the parameters whose full weights are this node's result: of a wait, or of an unpacked member."""
+    gradients: tuple[tuple[int, str], ...] = ()
+    """Of a reduction, or of what packs it: the position of each full gradient (-1: an input) and its FQN."""
+
+
+class PlanError(RuntimeError):
+    """The plan cannot be carried out on this graph."""
+
+
+# Within a slot: what was waited for is out of the way before anything is issued, and nothing is awaited before all that
+# is due has been issued.
+_REDUCED, _ALL_REDUCE, _REDUCTION, _GATHER, _GATHERED, _COMPUTE = range(6)
+
+
+def order(items: Sequence[Item]) -> list[int]:
+    """Positions of ``items``, a graph in some valid order, in the order of the plan that their buckets are part of.
+
+    The compute nodes among them stay in the order they are in. The result of ordering once more is the same.
+
+    Raises:
+        PlanError: a collective or wait depends on what comes after the point where the plan puts it.
+    """
+    keys = _keys(items)
+    users = _users(items)
+    missing = [len(item.needs) for item in items]
+    ready = [(keys[i], i) for i in range(len(items)) if not missing[i]]
+    heapq.heapify(ready)
+    result: list[int] = []
+    while ready:
+        (slot, _), i = heapq.heappop(ready)
+        if result and slot < keys[result[-1]][0]:
+            raise PlanError(_late(items, i, result))
+        result.append(i)
+        for user in users[i]:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (keys[user], user))
+    return result
+
+
+def _late(items: Sequence[Item], late: int, done: Sequence[int]) -> str:
+    """Blames what ``late`` waited for, or itself."""
+    blamed = next((items[i] for i in reversed(done) if i in items[late].needs and items[i].bucket), items[late])
+    bucket = blamed.bucket
+    assert bucket is not None, "compute waits for compute that was behind it"
+    return (
+        f"plan: the bucket of {bucket.fqns[0]} ({len(bucket.fqns)} parameters; issue: {bucket.issue}, then: "
+        f"{bucket.then}, wait: {bucket.wait}) cannot be carried out: in this graph its {blamed.kind} node depends on "
+        "what comes after that point, or something before that point depends on it"
+    )
+
+
+def first_uses(items: Sequence[Item]) -> list[str]:
+    """FQNs of the gathered parameters in the order of their first use."""
+    use = _places(items).use
+    return sorted(use, key=lambda fqn: use[fqn])
+
+
+def last_gradients(items: Sequence[Item]) -> list[str]:
+    """FQNs of the reduced parameters in the order in which their full gradients are there."""
+    there = _places(items).gradient
+    return sorted(there, key=lambda fqn: there[fqn])
+
+
+def _users(items: Sequence[Item]) -> list[list[int]]:
+    users: list[list[int]] = [[] for _ in items]
+    for i, item in enumerate(items):
+        for need in item.needs:
+            users[need].append(i)
+    return users
+
+
+class _Places(NamedTuple):
+    """Where things are among the compute nodes, which are numbered; the end is their number."""
+
+    main: dict[int, int]
+    """The number of each item that is one."""
+    copy_in: set[int]
+    """Items that gathers are prepared by."""
+    copy_out: set[int]
+    """Items that are made of gathered weights alone, or of reduced gradients alone."""
+    use: dict[str, int]
+    """By FQN of a gathered parameter: the first compute node that reads it, or the end."""
+    gradient: dict[str, int]
+    """By FQN of a reduced parameter: the compute node before which its full gradient is there, or the end."""
+
+
+def _places(items: Sequence[Item]) -> _Places:
+    users = _users(items)
+    copy_in: set[int] = set()
+    for i in reversed(range(len(items))):
+        prepares = users[i] and all(user in copy_in or items[user].kind in ("gather", "gathered") for user in users[i])
+        if items[i].kind == "compute" and prepares:
+            copy_in.add(i)
+    copy_out: set[int] = set()
+    main: dict[int, int] = {}
+    weights: list[frozenset[str]] = []
+    use: dict[str, int] = {}
+    for i, item in enumerate(items):
+        read: frozenset[str] = frozenset().union(*(weights[need] for need in item.needs))
+        weights.append(frozenset(item.weights) or read)
+        if item.kind != "compute" or i in copy_in:
+            continue
+        received = (n in copy_out or items[n].kind in ("gathered", "reduced") for n in item.needs)
+        if item.needs and not item.reads_inputs and all(received):
+            copy_out.add(i)
+            continue
+        weights[i] = frozenset()
+        main[i] = len(main)
+        for fqn in read:
+            use.setdefault(fqn, main[i])
+    gradient = {}
+    for item in items:
+        for fqn in item.weights:
+            use.setdefault(fqn, len(main))
+        for producer, fqn in item.gradients:
+            gradient[fqn] = 0 if producer < 0 else main.get(producer, len(main) - 1) + 1
+    return _Places(main, copy_in, copy_out, use, gradient)
+
+
+def _keys(items: Sequence[Item]) -> list[tuple[int, int]]:
+    """Slot and phase of each."""
+    places = _places(items)
+    end = len(places.main)
+    users = _users(items)
+
+    def used(fqn: str | None, fqns: tuple[str, ...]) -> int:
+        return places.use[fqn] if fqn in places.use else min(places.use[fqn] for fqn in fqns)
+
+    reduction: dict[str | None, int] = {}
+    for item in items:
+        if item.kind == "reduction" and item.bucket and not item.follows:
+            points = [places.gradient[fqn] for fqn in (*item.fqns, item.bucket.issue) if fqn in places.gradient]
+            reduction.update(dict.fromkeys(item.fqns, max(points)))
+
+    keys = [(0, 0)] * len(items)
+    for i, item in enumerate(items):
+        bucket = item.bucket
+        if i in places.main:
+            keys[i] = places.main[i], _COMPUTE
+        if bucket is None:
+            continue
+        if item.kind == "gather":
+            keys[i] = places.use.get(bucket.issue or "", 0), _GATHER
+        elif item.kind == "gathered":
+            keys[i] = used(bucket.wait, item.fqns), _GATHERED
+        elif item.kind == "reduced":
+            keys[i] = reduction.get(bucket.then if item.followed else bucket.wait, end), _REDUCED
+        elif item.follows:
+            keys[i] = reduction.get(bucket.then, end), _ALL_REDUCE
+        else:
+            keys[i] = reduction[item.fqns[0]], _REDUCTION
+    for i in sorted(places.copy_out):
+        reduced = [keys[n] for n in items[i].needs if keys[n][1] == _REDUCED]
+        keys[i] = max(reduced) if reduced else (end, _GATHERED)
+    for i in reversed(range(len(items))):
+        if i in places.copy_in:
+            keys[i] = min(keys[user] for user in users[i])
+        elif i in places.copy_out and keys[i][1] == _GATHERED:
+            keys[i] = min([end, *(keys[user][0] for user in users[i])]), _GATHERED
+    return keys
+
+
+def graph_items(graph: Graph) -> tuple[list[Node], list[Item]]:
+    """The nodes of an FX graph that ``order`` may move or that it must keep behind each other, and what they are."""
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+    position = {node: i for i, node in enumerate(nodes)}
+    items = []
+    for node in nodes:
+        needs = frozenset(position[n] for n in node.all_input_nodes if n in position)
+        plain = Item(needs, reads_inputs=any(n.op == "placeholder" for n in node.all_input_nodes))
+        items.append(item_for(node, plain, [position.get(n, -1) for n in node.all_input_nodes]))
+    return nodes, items
+
+
+def item_for(node: Node, plain: Item, sources: Sequence[int]) -> Item:
+    """What ``plain`` is beyond its needs, given the FX node (it is, or became a kernel) and its inputs' positions."""
+    if node.target is operator.getitem and node.args[0].target is UNPACK_WEIGHTS:
+        return plain._replace(weights=(_waited(node.args[0].args[0]).meta[MARK][node.args[1]],))
+    if node.target is PACK_GRADIENTS:
+        (reduction,) = node.users
+        fqns = reduction.meta[MARK]
+        gradients = tuple(zip(sources, fqns, strict=False))
+        return plain._replace(kind="pack", fqns=fqns, bucket=reduction.meta.get(BUCKET), gradients=gradients)
+    collective = _waited(node) if node.target is WAIT else node
+    if MARK not in collective.meta:
+        return plain
+    fqns = collective.meta[MARK]
+    item = plain._replace(fqns=fqns, bucket=collective.meta.get(BUCKET))
+    if collective.target is ALL_GATHER:
+        if node is collective:
+            return item._replace(kind="gather")
+        return item._replace(kind="gathered", weights=fqns if len(fqns) == 1 else ())
+    item = item._replace(follows=_follows(collective))
+    if node is not collective:
+        return item._replace(kind="reduced", followed=any(MARK in user.meta for user in node.users))
+    if item.follows or node.args[0].target is PACK_GRADIENTS:
+        return item._replace(kind="reduction")
+    return item._replace(kind="reduction", gradients=((sources[0], fqns[0]),))
+
+
+def _follows(reduction: Node) -> bool:
+    source = reduction.args[0]
+    return source.target is WAIT and MARK in _waited(source).meta
+
+
+def _waited(wait: Node) -> Node:
+    return wait.all_input_nodes[0]
+
+
+def order_graph(graph: Graph) -> None:
+    """Put the nodes of a graph whose collectives carry buckets into the order of their plan.
+
+    Raises:
+        PlanError: see ``order``.
+    """
+    nodes, items = graph_items(graph)
+    output = graph.output_node()
+    for i in order(items):
+        output.prepend(nodes[i])
+    for node, item in zip(nodes, items, strict=True):
+        if item.kind in ("gathered", "reduced"):
+            with graph.inserting_after(node):
+                graph.call_function(_in_use, (_waited(node).args[0],))
+    graph.lint()
+
+
+def _in_use(_buffer: object) -> None:
+    """Until here a collective may read its input: a graph frees what no later node mentions."""
