@@ -26,13 +26,15 @@ def pack_shards(shards: Sequence[Tensor], numels: Sequence[int], dtypes: Sequenc
     Of the members' dtype, (sum of numels,), if they have the same; else of bytes, (sum of sizes, each rounded up to
     16,).
     """
-    buffer = shards[0].new_empty(_total(numels, dtypes), dtype=_of_buffer(dtypes))
+    if all(shard.dtype is dtypes[0] for shard in shards) and [shard.numel() for shard in shards] == numels:
+        return torch.cat([shard.reshape(-1) for shard in shards])
+    sizes = _sizes(numels, dtypes)
+    buffer = shards[0].new_empty(sum(sizes), dtype=_of_buffer(dtypes))
     parts = []
-    for part, shard, numel, dtype in zip(buffer.split(_sizes(numels, dtypes)), shards, numels, dtypes, strict=True):
-        used = part[: shard.numel() * dtype.itemsize // buffer.itemsize]
-        part[len(used) :].zero_()
-        assert shard.numel() <= numel
-        parts.append(used.view(dtype).view(shard.shape))
+    for part, shard, dtype in zip(buffer.split(sizes), shards, dtypes, strict=True):
+        used = shard.numel() * dtype.itemsize // buffer.itemsize
+        part[used:].zero_()
+        parts.append(part[:used].view(dtype).view(shard.shape))
     torch._foreach_copy_(parts, list(shards))
     return buffer
 
@@ -55,8 +57,11 @@ def pack_gradients(gradients: Sequence[Tensor], ranks: int, dtype: torch.dtype) 
     Each gradient is cut along dim 0, into as many rows for each rank, and padded with zeros behind the last.
     """
     chunks = [-(-gradient.shape[0] // ranks) * gradient.shape[1:].numel() for gradient in gradients]
+    contiguous = all(gradient.is_contiguous() for gradient in gradients)
+    if contiguous and all(g.dtype is dtype and not g.shape[0] % ranks for g in gradients):
+        return torch.cat([gradient.view(ranks, -1) for gradient in gradients], dim=1).view(-1)
     buffer = gradients[0].new_empty(ranks, sum(chunks), dtype=dtype)
-    if buffer.is_cuda and all(gradient.is_contiguous() for gradient in gradients):
+    if contiguous and buffer.is_cuda:
         return torch._chunk_cat(list(gradients), 0, ranks, out=buffer).view(-1)  # one kernel, as in FSDP2
     into, taken = [], []
     for part, gradient in zip(buffer.split(chunks, dim=1), gradients, strict=True):
@@ -84,10 +89,6 @@ def _sizes(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
         return list(numels)
     sizes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]
     return [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-
-
-def _total(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> int:
-    return sum(_sizes(numels, dtypes))
 
 
 _SCHEMAS = {
