@@ -26,7 +26,8 @@ def pack_shards(shards: Sequence[Tensor], numels: Sequence[int], dtypes: Sequenc
     Of the members' dtype, (sum of numels,), if they have the same; else of bytes, (sum of sizes, each rounded up to
     16,).
     """
-    if all(shard.dtype is dtypes[0] for shard in shards) and [shard.numel() for shard in shards] == numels:
+    uniform = len({*dtypes, *(shard.dtype for shard in shards)}) == 1
+    if uniform and [shard.numel() for shard in shards] == list(numels):
         return torch.cat([shard.reshape(-1) for shard in shards])
     sizes = _sizes(numels, dtypes)
     buffer = shards[0].new_empty(sum(sizes), dtype=_of_buffer(dtypes))
@@ -41,7 +42,7 @@ def pack_shards(shards: Sequence[Tensor], numels: Sequence[int], dtypes: Sequenc
 
 def unpack_weights(buffer: Tensor, ranks: int, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """What all ranks' ``pack_shards`` put in: of each member (ranks * numel,), in an allocation of its own."""
-    rows = buffer.view(ranks, -1)
+    rows = buffer.view(ranks, buffer.numel() // ranks)
     parts = rows.split(_sizes(numels, dtypes), dim=1)
     out = [buffer.new_empty(ranks, numel, dtype=dtype) for numel, dtype in zip(numels, dtypes, strict=True)]
     if buffer.dtype is torch.uint8:
@@ -59,7 +60,7 @@ def pack_gradients(gradients: Sequence[Tensor], ranks: int, dtype: torch.dtype) 
     chunks = [-(-gradient.shape[0] // ranks) * gradient.shape[1:].numel() for gradient in gradients]
     contiguous = all(gradient.is_contiguous() for gradient in gradients)
     if contiguous and all(g.dtype is dtype and not g.shape[0] % ranks for g in gradients):
-        return torch.cat([gradient.view(ranks, -1) for gradient in gradients], dim=1).view(-1)
+        return torch.cat([g.view(ranks, g.numel() // ranks) for g in gradients], dim=1).view(-1)
     buffer = gradients[0].new_empty(ranks, sum(chunks), dtype=dtype)
     if contiguous and buffer.is_cuda:
         return torch._chunk_cat(list(gradients), 0, ranks, out=buffer).view(-1)  # one kernel, as in FSDP2

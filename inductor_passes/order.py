@@ -44,6 +44,8 @@ class Bucket(NamedTuple):
     the reduction of this parameter is issued. ``None``: at the end of the graph."""
     then: str | None = None
     """Of a reduce-scatter that an all-reduce follows: when the one is awaited and the other issued, as ``wait``."""
+    place: int = 0
+    """Among the plan's buckets of its direction: what is due at the same point is issued, and awaited, in this order."""
 
 
 class Item(NamedTuple):
@@ -92,7 +94,7 @@ def order(items: Sequence[Item]) -> list[int]:
     heapq.heapify(ready)
     result: list[int] = []
     while ready:
-        (slot, _), i = heapq.heappop(ready)
+        (slot, *_), i = heapq.heappop(ready)
         if result and slot < keys[result[-1]][0]:
             raise PlanError(_late(items, i, result))
         result.append(i)
@@ -183,46 +185,41 @@ def _places(items: Sequence[Item]) -> _Places:
     return _Places(main, copy_in, copy_out, use, gradient)
 
 
-def _keys(items: Sequence[Item]) -> list[tuple[int, int]]:
-    """Slot and phase of each."""
+def _keys(items: Sequence[Item]) -> list[tuple[int, int, int]]:
+    """Slot, phase and place of each."""
     places = _places(items)
     end = len(places.main)
     users = _users(items)
-
-    def used(fqn: str | None, fqns: tuple[str, ...]) -> int:
-        return places.use[fqn] if fqn in places.use else min(places.use[fqn] for fqn in fqns)
-
-    reduction: dict[str | None, int] = {}
+    issued: dict[str | None, int] = {}
     for item in items:
         if item.kind == "reduction" and item.bucket and not item.follows:
             points = [places.gradient[fqn] for fqn in (*item.fqns, item.bucket.issue) if fqn in places.gradient]
-            reduction.update(dict.fromkeys(item.fqns, max(points)))
+            issued.update(dict.fromkeys(item.fqns, max(points)))
 
-    keys = [(0, 0)] * len(items)
-    for i, item in enumerate(items):
-        bucket = item.bucket
-        if i in places.main:
-            keys[i] = places.main[i], _COMPUTE
-        if bucket is None:
-            continue
+    def key(item: Item, bucket: Bucket) -> tuple[int, int, int]:
         if item.kind == "gather":
-            keys[i] = places.use.get(bucket.issue or "", 0), _GATHER
-        elif item.kind == "gathered":
-            keys[i] = used(bucket.wait, item.fqns), _GATHERED
-        elif item.kind == "reduced":
-            keys[i] = reduction.get(bucket.then if item.followed else bucket.wait, end), _REDUCED
-        elif item.follows:
-            keys[i] = reduction.get(bucket.then, end), _ALL_REDUCE
-        else:
-            keys[i] = reduction[item.fqns[0]], _REDUCTION
-    for i in sorted(places.copy_out):
-        reduced = [keys[n] for n in items[i].needs if keys[n][1] == _REDUCED]
-        keys[i] = max(reduced) if reduced else (end, _GATHERED)
+            return places.use.get(bucket.issue or "", 0), _GATHER, bucket.place
+        if item.kind == "gathered":
+            points = [bucket.wait] if bucket.wait in places.use else item.fqns
+            return min(places.use[fqn] for fqn in points), _GATHERED, bucket.place
+        if item.kind == "reduced":
+            return issued.get(bucket.then if item.followed else bucket.wait, end), _REDUCED, bucket.place
+        if item.follows:
+            return issued.get(bucket.then, end), _ALL_REDUCE, bucket.place
+        return issued[item.fqns[0]], _REDUCTION, bucket.place
+
+    keys = [(places.main.get(i, end), _COMPUTE, 0) for i in range(len(items))]
+    for i, item in enumerate(items):
+        if item.bucket is not None:
+            keys[i] = key(item, item.bucket)
+        elif i in places.copy_out:
+            reduced = [keys[n] for n in item.needs if keys[n][1] == _REDUCED]
+            keys[i] = max(reduced) if reduced else (end, _GATHERED, 0)
     for i in reversed(range(len(items))):
         if i in places.copy_in:
             keys[i] = min(keys[user] for user in users[i])
         elif i in places.copy_out and keys[i][1] == _GATHERED:
-            keys[i] = min([end, *(keys[user][0] for user in users[i])]), _GATHERED
+            keys[i] = min([end, *(keys[user][0] for user in users[i])]), _GATHERED, keys[i][2]
     return keys
 
 
@@ -243,7 +240,7 @@ def item_for(node: Node, plain: Item, sources: Sequence[int]) -> Item:
     if node.target is operator.getitem and node.args[0].target is UNPACK_WEIGHTS:
         return plain._replace(weights=(_waited(node.args[0].args[0]).meta[MARK][node.args[1]],))
     if node.target is PACK_GRADIENTS:
-        (reduction,) = node.users
+        reduction = next(iter(node.users))
         fqns = reduction.meta[MARK]
         gradients = tuple(zip(sources, fqns, strict=False))
         return plain._replace(kind="pack", fqns=fqns, bucket=reduction.meta.get(BUCKET), gradients=gradients)

@@ -7,6 +7,7 @@ order of use it follows, it becomes a ``BucketPlan``: exact, hashed, saved as JS
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -88,10 +89,13 @@ def manual_plan(wrap: Sequence[str | Sequence[str]], *, prefetch: int = 1) -> Re
         raise TypeError(f"manual_plan: prefetch: expected a number of buckets, found {prefetch!r}")
     if prefetch < 0:
         raise ValueError(f"manual_plan: prefetch={prefetch}: expected 0 or more buckets")
+    for entry in wrap:
+        patterns = entry if isinstance(entry, Sequence) and not isinstance(entry, str) else [entry]
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise TypeError(f"manual_plan: expected a pattern or a list of patterns, found {entry!r}")
+        if not patterns or "" in patterns:
+            raise ValueError(f"manual_plan: expected a pattern or a list of patterns, found {entry!r}")
     entries = tuple((entry,) if isinstance(entry, str) else tuple(entry) for entry in wrap)
-    for given, entry in zip(wrap, entries, strict=True):
-        if not entry or not all(isinstance(pattern, str) and pattern for pattern in entry):
-            raise (ValueError if not entry else TypeError)(f"manual_plan: expected patterns, found {given!r}")
     together = tuple(not isinstance(entry, str) for entry in wrap)
     return Request(f"manual_plan({list(wrap)!r}, {prefetch=})", _Manual(entries, together), prefetch)
 
@@ -173,7 +177,8 @@ class BucketPlan:
         Path(path).write_text(self.to_json())
 
     def to_json(self) -> str:
-        return json.dumps({"version": _VERSION, "hash": self.hash, **self._fields()}, indent=1) + "\n"
+        text = json.dumps({"version": _VERSION, "hash": self.hash, **self._fields()}, indent=1)
+        return re.sub(r"\[[\s\d,]*\]", lambda sizes: "".join(sizes[0].split()).replace(",", ", "), text) + "\n"
 
     @classmethod
     def load(cls, path: str | Path) -> "BucketPlan":
@@ -222,7 +227,7 @@ class BucketPlan:
             for bucket in getattr(self, direction):
                 share = sum(numel[fqn] for fqn in bucket.fqns) / max(1, total)
                 points = _reduction_points(bucket) if direction == "reductions" else _gather_points(bucket)
-                lines.append(f"  {_span(bucket.fqns)}, {share:.1%}: {points}")
+                lines.append(f"  {share:6.1%}  {_span(bucket.fqns)}: {points}")
         return "\n".join(lines)
 
     def check_fits(
@@ -264,13 +269,16 @@ def _span(fqns: tuple[str, ...]) -> str:
 
 
 def _gather_points(bucket: Bucket) -> str:
+    if bucket.issue and bucket.issue == bucket.wait:
+        return f"issued and awaited before {bucket.wait} is used"
     issue = f"before {bucket.issue} is used" if bucket.issue else "at the start"
-    wait = f"before {bucket.wait} is" if bucket.wait else "at the end"
-    return f"issued {issue}, awaited {wait}"
+    return f"issued {issue}, awaited before {bucket.wait} is" if bucket.wait else f"issued {issue}, awaited at the end"
 
 
 def _reduction_points(bucket: Bucket) -> str:
     def before(point: str | None) -> str:
+        if point in bucket.fqns:
+            return "at once"
         return f"before that of {point}" if point else "at the end"
 
     issue = f"issued when the gradient of {bucket.issue} is there" if bucket.issue else "issued when it is there"
@@ -299,7 +307,8 @@ def _gathers(buckets: Buckets, uses: Sequence[str], prefetch: int) -> tuple[Buck
     members = _members(buckets, uses)
     first = [min(fqns, key=list(uses).index) for fqns in members]
     return tuple(
-        Bucket(fqns, first[i - prefetch] if i >= prefetch else None, first[i]) for i, fqns in enumerate(members)
+        Bucket(fqns, first[i - prefetch] if i >= prefetch else None, first[i], place=i)
+        for i, fqns in enumerate(members)
     )
 
 
@@ -308,9 +317,9 @@ def _reductions(buckets: Buckets, uses: Uses, prefetch: int) -> tuple[Bucket, ..
     last = [max(fqns, key=list(uses.reductions).index) for fqns in members]
     later: list[str | None] = [*last, *[None] * (2 * prefetch)]
     return tuple(
-        Bucket(fqns, last[i], later[i + 2 * prefetch], then=later[i + prefetch])
+        Bucket(fqns, last[i], later[i + 2 * prefetch], later[i + prefetch], i)
         if uses.followed.intersection(fqns)
-        else Bucket(fqns, last[i], later[i + prefetch])
+        else Bucket(fqns, last[i], later[i + prefetch], place=i)
         for i, fqns in enumerate(members)
     )
 
@@ -362,7 +371,7 @@ def _parsed(data: Any, where: str) -> BucketPlan:
             for point in _POINTS:
                 value = bucket.get(point)
                 need(value is None or value in parameters, f"{field}.{point}", "an FQN of a parameter, or null", value)
-            result.append(Bucket(members, *(bucket.get(point) for point in ("issue", "wait", "then"))))
+            result.append(Bucket(members, *(bucket.get(point) for point in ("issue", "wait", "then")), place=i))
         fqns([fqn for bucket in result for fqn in bucket.fqns], direction)
         return tuple(result)
 

@@ -39,7 +39,7 @@ class Captured:
     backward: Graph = field(default_factory=Graph)
 
 
-def capture(model: nn.Module, *inputs: Any, plan: str = "none", partitioner: str = "min_cut") -> Captured:
+def capture(model: nn.Module, *inputs: Any, plan: Any = "none", partitioner: str = "min_cut") -> Captured:
     """Compile ``model(*inputs)`` up to its final graphs. ``joint`` is kept as traced, before any pass."""
     captured = Captured()
 

@@ -1,0 +1,314 @@
+"""The order function respects what nodes need and puts each collective where its plan says, on FX graphs and kernels."""
+
+import itertools
+import re
+from dataclasses import dataclass, field
+
+import expecttest
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch._inductor.utils import run_and_get_code
+
+from inductor_passes.order import Bucket, Item, PlanError, graph_items, order
+from simplefsdp import manual_plan, simple_fsdp
+from tests.graphs import WAIT, capture
+from tests.models import batch, tiny_llama
+
+
+@dataclass
+class Program:
+    """A graph of items whose collectives stand where their values are first needed or last made, and its plan."""
+
+    items: list[Item] = field(default_factory=list)
+    computes: list[int] = field(default_factory=list)
+    use: dict[str, int] = field(default_factory=dict)
+    """Number of the first compute node that reads a parameter."""
+    gradient: dict[str, int] = field(default_factory=dict)
+    """Number of the compute node that makes a parameter's gradient."""
+    copies: dict[int, int] = field(default_factory=dict)
+    """Items around a collective, and the collective or wait that they belong to."""
+
+    def add(self, *needs: int, **of: object) -> int:
+        self.items.append(Item(frozenset(needs), **of))
+        return len(self.items) - 1
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    params = [f"p{i}" for i in range(draw(st.integers(1, 5)))]
+    n = draw(st.integers(1, 7))
+    reads = [draw(st.sets(st.sampled_from(params))) for _ in range(n)]
+    program = Program()
+    for i in range(n):
+        for param in sorted(reads[i]):
+            program.use.setdefault(param, i)
+    for param in draw(st.sets(st.sampled_from(params))):
+        program.gradient[param] = draw(st.integers(0, n - 1))
+    gathers = [_gather_bucket(draw, program, fqns) for fqns in _partition(draw, sorted(program.use))]
+    reductions = _reduction_buckets(draw, program)
+    weights: dict[str, int] = {}
+    for i in range(n):
+        for bucket in gathers:
+            if min(program.use[fqn] for fqn in bucket.fqns) == i:
+                weights.update(_add_gather(program, bucket))
+        earlier = draw(st.sets(st.sampled_from(program.computes))) if program.computes else set()
+        node = program.add(*earlier, *(weights[fqn] for fqn in sorted(reads[i])), reads_inputs=not earlier)
+        program.computes.append(node)
+        for bucket, followed in reductions:
+            if max(program.gradient[fqn] for fqn in bucket.fqns) == i:
+                _add_reduction(program, bucket, followed)
+    return program
+
+
+def _partition(draw: st.DrawFn, fqns: list[str]) -> list[tuple[str, ...]]:
+    buckets: dict[int, list[str]] = {}
+    for fqn in draw(st.permutations(fqns)):
+        buckets.setdefault(draw(st.integers(0, 2)), []).append(fqn)
+    return list(map(tuple, buckets.values()))
+
+
+def _gather_bucket(draw: st.DrawFn, program: Program, fqns: tuple[str, ...]) -> Bucket:
+    first = min(fqns, key=lambda fqn: program.use[fqn])
+    earlier = [fqn for fqn, use in program.use.items() if use <= program.use[first]]
+    return Bucket(fqns, draw(st.sampled_from([None, *sorted(earlier)])), first)
+
+
+def _reduction_buckets(draw: st.DrawFn, program: Program) -> list[tuple[Bucket, bool]]:
+    buckets = [
+        (fqns, draw(st.sampled_from([None, *fqns, *program.gradient])))
+        for fqns in _partition(draw, sorted(program.gradient))
+    ]
+    buckets.sort(key=lambda b: max(program.gradient[fqn] for fqn in (*b[0], b[1] or b[0][0])))
+    found = []
+    for place, (fqns, issue) in enumerate(buckets):
+        later = [*range(place, len(buckets)), len(buckets)]
+        points = sorted([draw(st.sampled_from(later)), draw(st.sampled_from(later))])
+        then, wait = [buckets[i][0][0] if i < len(buckets) else None for i in points]
+        followed = draw(st.booleans())
+        found.append((Bucket(fqns, issue, wait, then if followed else None, place), followed))
+    return found
+
+
+def _add_gather(program: Program, bucket: Bucket) -> dict[str, int]:
+    cast = program.add(reads_inputs=True)
+    gather = program.add(cast, kind="gather", fqns=bucket.fqns, bucket=bucket)
+    program.copies[cast] = gather
+    alone = len(bucket.fqns) == 1
+    wait = program.add(gather, kind="gathered", fqns=bucket.fqns, bucket=bucket, weights=bucket.fqns if alone else ())
+    if alone:
+        return {bucket.fqns[0]: wait}
+    unpack = program.add(wait)
+    return {fqn: program.add(unpack, weights=(fqn,)) for fqn in bucket.fqns}
+
+
+def _add_reduction(program: Program, bucket: Bucket, followed: bool) -> None:
+    common = {"fqns": bucket.fqns, "bucket": bucket}
+    gradients = tuple((program.computes[program.gradient[fqn]], fqn) for fqn in bucket.fqns)
+    sources = {node for node, _ in gradients}
+    if len(bucket.fqns) > 1:
+        pack = program.add(*sources, kind="pack", gradients=gradients, **common)
+        last = program.add(pack, kind="reduction", **common)
+        program.copies[pack] = last
+    else:
+        last = program.add(*sources, kind="reduction", gradients=gradients, **common)
+    last = program.add(last, kind="reduced", followed=followed, **common)
+    if followed:
+        last = program.add(last, kind="reduction", follows=True, **common)
+        last = program.add(last, kind="reduced", follows=True, **common)
+    program.copies[program.add(last)] = last
+
+
+@settings(max_examples=300, deadline=None)
+@given(programs())
+def test_needs_are_respected_and_the_plan_is_realised(program):
+    items, result = program.items, order(program.items)
+    place = {node: i for i, node in enumerate(result)}
+    assert sorted(result) == list(range(len(items)))
+    assert all(place[need] < place[i] for i, item in enumerate(items) for need in item.needs)
+    assert [node for node in result if node in set(program.computes)] == program.computes
+
+    def before(node: int) -> int:
+        """How many compute nodes come before."""
+        return sum(place[compute] < place[node] for compute in program.computes)
+
+    n = len(program.computes)
+    issued = {}
+    for i, item in enumerate(items):
+        bucket = item.bucket
+        if item.kind == "gather":
+            assert before(i) == (program.use[bucket.issue] if bucket.issue else 0)
+        elif item.kind == "gathered":
+            assert before(i) == min(program.use[fqn] for fqn in bucket.fqns)
+        elif item.kind == "reduction" and not item.follows:
+            due = [program.gradient[fqn] + 1 for fqn in (*bucket.fqns, bucket.issue) if fqn]
+            assert before(i) == max(due)
+            issued.update(dict.fromkeys(bucket.fqns, i))
+    for i, item in enumerate(items):
+        point = item.bucket and (item.bucket.then if item.followed or item.kind == "reduction" else item.bucket.wait)
+        if item.kind == "reduced" or item.follows:
+            assert before(i) == (before(issued[point]) if point else n)
+            if point and point not in item.fqns and item.kind == "reduced":
+                assert place[i] < place[issued[point]]
+    for copy, collective in program.copies.items():
+        assert before(copy) == before(collective)
+
+
+@settings(max_examples=100, deadline=None)
+@given(programs())
+def test_ordering_once_more_changes_nothing(program):
+    result = order(program.items)
+    place = {node: i for i, node in enumerate(result)}
+    moved = [
+        program.items[node]._replace(
+            needs=frozenset(place[need] for need in program.items[node].needs),
+            gradients=tuple((place[source], fqn) for source, fqn in program.items[node].gradients),
+        )
+        for node in result
+    ]
+    assert order(moved) == list(range(len(moved)))
+
+
+def _two_gathers(issue: str | None) -> list[Item]:
+    program = Program()
+    first = _add_gather(program, Bucket(("a",), None, "a"))["a"]
+    x = program.add(first, reads_inputs=True)
+    second = _add_gather(program, Bucket(("b",), issue, "b"))["b"]
+    program.add(x, second)
+    third = _add_gather(program, Bucket(("c",), "c", "c"))["c"]
+    program.add(x, third)
+    return program.items
+
+
+def test_a_gather_that_is_due_after_its_use_is_an_error_that_names_its_bucket():
+    order(_two_gathers("a"))
+    with pytest.raises(PlanError, match=r"bucket of b \(1 parameters; issue: c"):
+        order(_two_gathers("c"))
+
+
+def test_a_reduction_whose_result_is_needed_before_its_wait_is_an_error():
+    program = Program()
+    program.gradient["a"] = 0
+    program.computes = [program.add(reads_inputs=True)]
+    _add_reduction(program, Bucket(("a",), "a", None), followed=False)
+    program.add(program.computes[0], len(program.items) - 2)
+    program.add(program.computes[0])
+    with pytest.raises(PlanError, match="bucket of a"):
+        order(program.items)
+
+
+def test_a_bucket_with_points_that_the_graph_does_not_have_is_issued_at_the_start_and_awaited_at_the_end():
+    program = Program()
+    weight = _add_gather(program, Bucket(("a",), "elsewhere", "elsewhere"))["a"]
+    program.gradient["a"] = 1
+    program.computes = [program.add(reads_inputs=True)]
+    program.computes.append(program.add(program.computes[0], weight))
+    _add_reduction(program, Bucket(("a",), "elsewhere", "elsewhere"), followed=False)
+    program.computes.append(program.add(program.computes[1]))
+    kinds = [program.items[i].kind for i in order(program.items)]
+    assert kinds == ["compute", "gather", "compute", "gathered", "compute", "reduction", "compute", "reduced", "compute"]
+
+
+def schedule(graph) -> str:
+    """The events of an ordered graph, runs of compute as one line."""
+    lines = []
+    for node, item in zip(*graph_items(graph), strict=True):
+        if node.target is WAIT:
+            lines.append(f"wait {item.fqns[0]}")
+        elif item.kind in ("gather", "reduction"):
+            lines.append(f"{item.kind} {item.fqns[0]} + {len(item.fqns) - 1}")
+        elif "mm" in str(node.target):
+            lines.append("matmuls")
+    return "".join(line + "\n" for line, _ in itertools.groupby(lines))
+
+
+@pytest.mark.usefixtures("one_of_four")
+class TestSchedules(expecttest.TestCase):
+    def test_block(self):
+        captured = capture(simple_fsdp(tiny_llama(layers=3)), *batch(0, 0), plan="block")
+        self.assertExpectedInline(schedule(captured.forward), """\
+gather tok_embeddings.weight + 0
+gather layers.0.attention.wq.weight + 8
+wait tok_embeddings.weight
+gather layers.1.attention.wq.weight + 8
+wait layers.0.attention.wq.weight
+matmuls
+gather layers.2.attention.wq.weight + 8
+wait layers.1.attention.wq.weight
+matmuls
+gather norm.weight + 1
+wait layers.2.attention.wq.weight
+matmuls
+wait norm.weight
+matmuls
+""")
+        self.assertExpectedInline(schedule(captured.backward), """\
+gather norm.weight + 1
+matmuls
+gather layers.2.attention.wq.weight + 8
+wait norm.weight
+matmuls
+reduction norm.weight + 1
+matmuls
+gather layers.1.attention.wq.weight + 8
+wait layers.2.attention.wq.weight
+matmuls
+wait norm.weight
+reduction layers.2.attention.wq.weight + 8
+matmuls
+gather layers.0.attention.wq.weight + 8
+wait layers.1.attention.wq.weight
+matmuls
+wait layers.2.attention.wq.weight
+reduction layers.1.attention.wq.weight + 8
+matmuls
+wait layers.0.attention.wq.weight
+matmuls
+wait layers.1.attention.wq.weight
+reduction layers.0.attention.wq.weight + 8
+wait layers.0.attention.wq.weight
+reduction tok_embeddings.weight + 0
+wait tok_embeddings.weight
+""")
+
+    def test_nothing_ahead(self):
+        plan = manual_plan([["tok_embeddings", "layers.*"], ["norm", "output"]], prefetch=0)
+        captured = capture(simple_fsdp(tiny_llama(layers=1)), *batch(0, 0), plan=plan)
+        self.assertExpectedInline(schedule(captured.forward), """\
+gather tok_embeddings.weight + 9
+wait tok_embeddings.weight
+matmuls
+gather norm.weight + 1
+wait norm.weight
+matmuls
+""")
+        self.assertExpectedInline(schedule(captured.backward), """\
+matmuls
+gather norm.weight + 1
+wait norm.weight
+matmuls
+reduction norm.weight + 1
+wait norm.weight
+matmuls
+gather layers.0.attention.wq.weight + 8
+wait layers.0.attention.wq.weight
+matmuls
+reduction tok_embeddings.weight + 9
+wait tok_embeddings.weight
+""")
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_the_code_that_inductor_generates_has_the_order_of_the_graph():
+    model = simple_fsdp(tiny_llama(layers=3))
+    captured = capture(model, *batch(0, 0), plan="block")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="simplefsdp", options={"plan": "block"})
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(lambda: compiled(*batch(0, 0)).backward())
+    assert len(codes) == 2
+    calls = re.compile(r"(all_gather_into_tensor|reduce_scatter_tensor|wait_tensor|mm)(?:\.default)?\(")
+    for code, graph in zip(codes, (captured.forward, captured.backward), strict=True):
+        expected = [str(node.target).split(".")[-2] for node in graph.nodes if calls.search(f"{node.target}(")]
+        assert calls.findall(code.split("def call(", 1)[1]) == expected
