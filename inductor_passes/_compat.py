@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import has_side_effect
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -43,11 +44,14 @@ __all__ = [
     "NOTHING_ELSE_MOVES",
     "after_backward",
     "compile_id",
+    "default_store",
     "dispatch_modes",
     "dtensor",
     "get_eval_frame_callback",
     "get_hash_for_files",
+    "group_ranks",
     "has_saved_tensors_hooks",
+    "has_side_effect",
     "inductor_ir",
     "in_backward",
     "inductor_config",
@@ -62,8 +66,10 @@ __all__ = [
     "parameter_inputs",
     "pop_saved_tensors_hooks",
     "push_saved_tensors_hooks",
+    "register_lowering",
     "skip_code",
     "stable_topological_sort",
+    "stands_alone",
     "temporarily_clear_interpreter_stack",
     "without_dispatch_modes",
 ]
@@ -182,11 +188,37 @@ def _is_tangent(desc: object) -> bool:
     return isinstance(desc, TangentAOTInput)
 
 
+def default_store() -> Any:
+    """The store that all ranks were initialised with."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def group_ranks(name: str) -> list[int]:
+    """Global ranks of the process group that functional collectives call ``name``."""
+    return torch.distributed.get_process_group_ranks(_group(name))
+
+
+def stands_alone(name: str) -> bool:
+    """Whether there is only this process, as one rank of many, in the process group called ``name``."""
+    return torch.distributed.get_backend(_group(name)) in ("fake", "rehearsal")
+
+
+def _group(name: str) -> Any:
+    return torch.distributed.distributed_c10d._resolve_process_group(cast(Any, name))
+
+
 def inductor_ir() -> Any:
     """The module of TorchInductor's IR nodes."""
     from torch._inductor import ir  # seconds to import, so not before it is needed
 
     return ir
+
+
+def register_lowering(op: Any, lowering: Callable[..., Any]) -> None:
+    """Let TorchInductor make IR of calls of ``op`` by ``lowering``."""
+    from torch._inductor import lowering as inductor_lowering
+
+    inductor_lowering.register_lowering(op, type_promotion_kind=None)(lowering)
 
 
 def is_ordering_only(dep: Any) -> bool:

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("simplefsdp", "DEF")
+LIBRARY = torch.library.Library("simplefsdp", "DEF")
+"""Of the operators that our graphs contain."""
 _ALIGNMENT = 16
 """Bytes: of members of different dtypes, so that a vectorised copy may be used."""
 
@@ -99,8 +100,8 @@ _SCHEMAS = {
 }
 for _function, _schema in _SCHEMAS.items():
     # Inputs of any strides will do: Inductor may lay them out as it likes.
-    _LIBRARY.define(_function.__name__ + _schema, tags=(torch.Tag.flexible_layout,))
-    _LIBRARY.impl(_function.__name__, _function, "CompositeExplicitAutograd")
+    LIBRARY.define(_function.__name__ + _schema, tags=(torch.Tag.flexible_layout,))
+    LIBRARY.impl(_function.__name__, _function, "CompositeExplicitAutograd")
 
 PACK_SHARDS = torch.ops.simplefsdp.pack_shards.default
 UNPACK_WEIGHTS = torch.ops.simplefsdp.unpack_weights.default

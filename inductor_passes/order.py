@@ -10,8 +10,8 @@ Compute stays as it is. Before each compute node there is a slot, and whatever b
 a gather and what prepares it into the slot of its bucket's issue point; the wait for it, and what is made of the weights
 alone, before the first compute that reads them; a reduction and what packs it, the wait for it and what is made of its
 result, into the slots behind the gradients that the plan names. Nodes are then listed by slot and, within one, by what
-they are, but never before what they need. Where the plan asks for something that the graph does not allow, a node
-comes after its slot, and that is an error.
+they are, but never before what they need. Fusing kernels may bring the first use of a weight forward: a gather is then
+awaited in time, whatever the plan says. What cannot be put into its slot is an error.
 
 ``graph_items`` and ``scheduler_items`` (``scheduler.py``) say of FX nodes and of Inductor's kernels what ``order`` asks.
 """
@@ -37,8 +37,8 @@ class Bucket(NamedTuple):
     """In packing order."""
     issue: str | None
     """Of a gather: before the first use of this parameter's full weight, and before the wait for that, if it is due
-    there. Of a reduction: when this parameter's full gradient, and all of the bucket's own, are there. ``None``: at
-    the start of the graph."""
+    there. Of a reduction: when this parameter's full gradient, and all of the bucket's own, are there, and those before
+    it in the plan have been issued. ``None``: at the start of the graph."""
     wait: str | None
     """Of a gather: before the first use of this parameter, the first of the bucket to be used. Of a reduction: before
     the reduction of this parameter is issued. ``None``: at the end of the graph."""
@@ -85,7 +85,7 @@ def order(items: Sequence[Item]) -> list[int]:
     The compute nodes among them stay in the order they are in. The result of ordering once more is the same.
 
     Raises:
-        PlanError: a collective or wait depends on what comes after the point where the plan puts it.
+        PlanError: a result is needed before the point where the plan awaits it.
     """
     keys = _keys(items)
     users = _users(items)
@@ -185,27 +185,40 @@ def _places(items: Sequence[Item]) -> _Places:
     return _Places(main, copy_in, copy_out, use, gradient)
 
 
+def _place(item: Item) -> int:
+    return item.bucket.place if item.bucket else 0
+
+
 def _keys(items: Sequence[Item]) -> list[tuple[int, int, int]]:
     """Slot, phase and place of each."""
     places = _places(items)
     end = len(places.main)
     users = _users(items)
     issued: dict[str | None, int] = {}
-    for item in items:
-        if item.kind == "reduction" and item.bucket and not item.follows:
-            points = [places.gradient[fqn] for fqn in (*item.fqns, item.bucket.issue) if fqn in places.gradient]
-            issued.update(dict.fromkeys(item.fqns, max(points)))
+    last = 0
+    for item in sorted((i for i in items if i.kind == "reduction" and not i.follows and i.bucket), key=_place):
+        assert item.bucket is not None
+        points = [places.gradient[fqn] for fqn in (*item.fqns, item.bucket.issue) if fqn in places.gradient]
+        last = max(last, *points)
+        issued.update(dict.fromkeys(item.fqns, last))
+
+    def used(item: Item, *points: str | None) -> int:
+        """The first use of any of the points, but not after any of the item's own."""
+        return min(places.use[fqn] for fqn in (*item.fqns, *points) if fqn in places.use)
+
+    def reduced(item: Item, *points: str | None) -> int:
+        return max(issued[item.fqns[0]], *(issued.get(point, end) for point in points))
 
     def key(item: Item, bucket: Bucket) -> tuple[int, int, int]:
         if item.kind == "gather":
-            return places.use.get(bucket.issue or "", 0), _GATHER, bucket.place
+            return (used(item, bucket.issue) if bucket.issue in places.use else 0), _GATHER, bucket.place
         if item.kind == "gathered":
-            points = [bucket.wait] if bucket.wait in places.use else item.fqns
-            return min(places.use[fqn] for fqn in points), _GATHERED, bucket.place
+            return used(item, bucket.wait), _GATHERED, bucket.place
         if item.kind == "reduced":
-            return issued.get(bucket.then if item.followed else bucket.wait, end), _REDUCED, bucket.place
+            points = [bucket.then] if item.followed else [bucket.then, bucket.wait] if item.follows else [bucket.wait]
+            return reduced(item, *points), _REDUCED, bucket.place
         if item.follows:
-            return issued.get(bucket.then, end), _ALL_REDUCE, bucket.place
+            return reduced(item, bucket.then), _ALL_REDUCE, bucket.place
         return issued[item.fqns[0]], _REDUCTION, bucket.place
 
     keys = [(places.main.get(i, end), _COMPUTE, 0) for i in range(len(items))]
@@ -213,8 +226,8 @@ def _keys(items: Sequence[Item]) -> list[tuple[int, int, int]]:
         if item.bucket is not None:
             keys[i] = key(item, item.bucket)
         elif i in places.copy_out:
-            reduced = [keys[n] for n in item.needs if keys[n][1] == _REDUCED]
-            keys[i] = max(reduced) if reduced else (end, _GATHERED, 0)
+            waits = [keys[n] for n in item.needs if keys[n][1] == _REDUCED]
+            keys[i] = max(waits) if waits else (end, _GATHERED, 0)
     for i in reversed(range(len(items))):
         if i in places.copy_in:
             keys[i] = min(keys[user] for user in users[i])

@@ -4,8 +4,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from ._compat import inductor_ir, is_ordering_only
-from .collectives import ALL_GATHER, MARK, REDUCTIONS, WAIT
+from ._compat import inductor_ir, is_ordering_only, register_lowering
+from .agreement import AGREE, with_sequence
+from .collectives import MARK, WAIT
 from .copies import PACK_GRADIENTS, UNPACK_WEIGHTS
 from .order import Item, item_for, order
 
@@ -16,7 +17,22 @@ def order_kernels(kernels: list[Any]) -> list[Any]:
     Raises:
         PlanError: see ``order``.
     """
-    return [kernels[i] for i in order(kernel_items(kernels))]
+    ordered = [kernels[i] for i in order(kernel_items(kernels))]
+    _update_record([kernel.node for kernel in ordered])
+    return ordered
+
+
+def _update_record(kernels: list[Any]) -> None:
+    """Let the ranks compare the order that the collectives are in now."""
+    ir = inductor_ir()
+    collectives = []
+    for kernel in kernels:
+        if isinstance(kernel, ir._CollectiveKernel) and not isinstance(kernel, ir._WaitKernel):
+            collectives += [node for node in kernel.origins if MARK in node.meta]
+    for kernel in kernels:
+        if _is_agreement(kernel):
+            (old,) = kernel.constant_args
+            kernel.constant_args = (with_sequence(old, collectives),)
 
 
 def kernel_items(kernels: list[Any]) -> list[Item]:
@@ -24,6 +40,7 @@ def kernel_items(kernels: list[Any]) -> list[Item]:
     ir = inductor_ir()
     producer = {name: i for i, kernel in enumerate(kernels) for name in kernel.get_buffer_names()}
     communicates = [isinstance(kernel.node, ir._CollectiveKernel) for kernel in kernels]
+    first = next((i for i, kernel in enumerate(kernels) if _is_agreement(kernel.node)), None)
     items = []
     for i, kernel in enumerate(kernels):
         needs = set()
@@ -33,9 +50,15 @@ def kernel_items(kernels: list[Any]) -> list[Item]:
             # for a write after a read.
             if need != i and not (is_ordering_only(dep) and communicates[i] and communicates[need]):
                 needs.add(need)
+        if communicates[i] and first is not None and first != i:
+            needs.add(first)
         reads_inputs = any(dep.name not in producer for dep in kernel.read_writes.reads)
         items.append(_item(kernel.node, Item(frozenset(needs), reads_inputs), producer))
     return items
+
+
+def _is_agreement(kernel: Any) -> bool:
+    return isinstance(kernel, inductor_ir()._CollectiveKernel) and kernel.op_overload is AGREE
 
 
 def _item(kernel: Any, plain: Item, producer: dict[str, int]) -> Item:
@@ -58,11 +81,26 @@ def _fx_node(kernel: Any) -> Node | None:
     if isinstance(kernel, ir._WaitKernel):
         return _origin(kernel, WAIT)
     if isinstance(kernel, ir.FallbackKernel):
-        return _origin(kernel, ALL_GATHER, *REDUCTIONS, PACK_GRADIENTS)
+        # Inductor makes all-reduces work in place, but keeps what is known of them.
+        marked = (node for node in kernel.origins if MARK in node.meta)
+        return next(marked, None) or _origin(kernel, PACK_GRADIENTS)
     return None
 
 
-def _origin(kernel: Any, *targets: Any) -> Node | None:
-    """The FX node that became ``kernel``; others may have been fused into its inputs."""
-    found = [node for node in kernel.origins if node.target in targets]
+def _origin(kernel: Any, target: Any) -> Node | None:
+    """The FX node of a kind that became ``kernel``; others may have been fused into its inputs."""
+    found = [node for node in kernel.origins if node.target is target]
     return max(found) if found else None
+
+
+def lower_agree() -> None:
+    """Tell Inductor that ``agree`` must run, before the collectives that follow it."""
+    ir = inductor_ir()
+
+    def lowering(any: Any, record: str) -> Any:
+        return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(AGREE, any, record))
+
+    register_lowering(AGREE, lowering)
+
+
+lower_agree()

@@ -9,6 +9,7 @@
 import functools
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -35,6 +36,7 @@ from inductor_passes._compat import (
     inductor_options,
     is_backward,
 )
+from inductor_passes.agreement import add_record
 from inductor_passes.bucket import assign, bucket
 from inductor_passes.collectives import GraphParameter, identify, reductions
 from inductor_passes.order import first_uses, graph_items, last_gradients, order_graph
@@ -159,6 +161,8 @@ def simplefsdp(
     }
     from torch._inductor.compile_fx import compile_fx  # seconds to import, so not before it is needed
 
+    import inductor_passes.scheduler  # noqa: F401  # how its operators are lowered
+
     return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches={**parsed.inductor, **slots}))
 
 
@@ -168,9 +172,7 @@ def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], passes: "Passes")
         return passes.on_partition(joint, inputs, **kwargs)
 
     def lower_half(half: GraphModule, _inputs: Any) -> Any:
-        passes.on_each_half(half.graph)
-        if passes.request is not None:
-            order_graph(half.graph)
+        passes.on_each_half(half.graph, order=True)
         half.recompile()
         return make_boxed_func(half.forward)
 
@@ -199,6 +201,8 @@ class Passes:
     """FQN and shape of all parameters of the models, in registration order."""
     shapes: tuple[tuple[int, ...], ...]
     """Of this rank's shards: torch's own key knows only those of the whole parameters, and ranks share a cache."""
+    about: tuple[str, ...]
+    """What ranks must have in common, besides the collectives."""
     report: Report | None
 
     def on_joint(self, graph: Graph) -> None:
@@ -223,25 +227,29 @@ class Passes:
         if self.request is None:
             return
         kept = [param.fqn for param in self.params.values() if not param.reshard]
+        items = graph_items(backward)[1]
+        followed = frozenset(c.fqns[0] for c in reductions(backward) if c.then)
+        uses = Uses(first_uses(graph_items(forward)[1]), first_uses(items), last_gradients(items), followed)
         if isinstance(self.request, BucketPlan):
             plan = self.request
-            here = {param.fqn for param in self.params.values()}
-            plan.check_fits(dict(self.parameters), kept, here)
+            plan.check_fits(dict(self.parameters), kept, {param.fqn for param in self.params.values()})
+            plan.check_order(uses)
         else:
-            items = graph_items(backward)[1]
-            followed = frozenset(c.fqns[0] for c in reductions(backward) if c.then)
-            uses = Uses(first_uses(graph_items(forward)[1]), first_uses(items), last_gradients(items), followed)
             plan = resolve(self.request.prefetch, self.buckets, uses, self.parameters, kept)
         assign(forward, plan.forward, plan.reductions)
         assign(backward, plan.backward, plan.reductions)
         if self.report is not None:
             self.report.write_text("plan.json", plan.to_json())
 
-    def on_each_half(self, graph: Graph) -> None:
-        """After partitioning: the forward, the backward or the inference graph."""
+    def on_each_half(self, graph: Graph, *, order: bool = False) -> None:
+        """After partitioning: the forward, the backward or the inference graph. ``order``: no kernels are made of it,
+        which would be put in order."""
         first, kind = (5, "backward") if is_backward(graph) else (3, "forward")
         self._write(f"{first}_{kind}_before_bucket", graph)
         bucket(graph)
+        if order and self.request is not None:
+            order_graph(graph)
+        add_record(graph, self.about)
         self._write(f"{first + 1}_{kind}_after_bucket", graph)
 
     def uuid(self) -> str | None:
@@ -249,7 +257,7 @@ class Passes:
         if self.report is not None:
             return None
         plan = self.request.hash if isinstance(self.request, BucketPlan) else self.request and self.request.prefetch
-        inputs = repr((sorted(self.params.items()), plan, self.buckets, self.parameters, self.shapes))
+        inputs = repr((sorted(self.params.items()), plan, self.buckets, self.parameters, self.shapes, self.about))
         return hashlib.sha256(_source_hash() + inputs.encode()).hexdigest()
 
     def _write(self, step: str, graph: Graph) -> None:
@@ -327,7 +335,27 @@ def passes_for(example_inputs: Sequence[Any], options: Options) -> Passes:
     if options.report_dir is not None and (not dist.is_initialized() or dist.get_rank() == 0):
         report = Report(Path(options.report_dir) / f"graph_{compile_id()}")
     shapes = tuple(tuple(example_inputs[index]._local_tensor.shape) for index in params)
-    return Passes(params, request, tuple(buckets), tuple(parameters), shapes, report)
+    about = (
+        f"simplefsdp {_source_hash().hex()[:16]}",
+        *(_line(params[index], info, example_inputs[index]) for index, info in found.items()),
+        f"lower_with {options.lower_with!r}",
+        *(f"inductor {name}={_stable(value)}" for name, value in sorted(options.inductor.items())),
+        f"plan {request.hash if isinstance(request, BucketPlan) else request and request.name}",
+    )
+    return Passes(params, request, tuple(buckets), tuple(parameters), shapes, about, report)
+
+
+def _line(param: GraphParameter, info: ShardedParameter, value: Any) -> str:
+    groups = {name: group and group.ranks for name, group in info.communication._asdict().items() if "group" in name}
+    trained = "trained" if value.requires_grad else "frozen"
+    return f"parameter {param.fqn}: {value.dtype} {trained} {info.communication._replace(**groups)}"
+
+
+def _stable(value: Any) -> str:
+    """``repr`` without addresses."""
+    uuid = getattr(value, "uuid", None)
+    return f"{type(value).__qualname__} {uuid()}" if callable(uuid) else re.sub(r" at 0x\w+", "", repr(value))
+
 
 
 def _warn_of_parameters_that_are_not_sharded(example_inputs: Sequence[Any], some_are: bool) -> None:

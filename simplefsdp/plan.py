@@ -257,6 +257,27 @@ class BucketPlan:
             raise ValueError("plan: does not fit this model:\n  " + "\n  ".join(problems))
 
 
+    def check_order(self, uses: "Uses") -> None:
+        """Raise ``ValueError`` if a bucket is issued after it is needed or awaited before it is issued, in graphs with
+        these uses; it names the bucket."""
+        for direction in ("forward", "backward"):
+            place = {fqn: i for i, fqn in enumerate(getattr(uses, direction))}
+            for i, bucket in enumerate(getattr(self, direction)):
+                due = min((place[fqn] for fqn in bucket.fqns if fqn in place), default=len(place))
+                for point in ("issue", "wait"):
+                    fqn = getattr(bucket, point)
+                    if place.get(fqn, -1) > due:
+                        first = next(f for f in bucket.fqns if place.get(f) == due)
+                        raise ValueError(f"plan: {direction}[{i}].{point}: {fqn} is used after {first}, of this bucket")
+        issued = {}
+        for i, bucket in enumerate(self.reductions):
+            issued.update(dict.fromkeys(bucket.fqns, i))
+        for i, bucket in enumerate(self.reductions):
+            points = [issued.get(fqn, len(issued)) for fqn in (bucket.then, bucket.wait) if fqn]
+            if points != sorted(points) or points and points[0] < i:
+                raise ValueError(f"plan: reductions[{i}]: its points come before what they wait for")
+
+
 def _product(shape: tuple[int, ...]) -> int:
     product = 1
     for size in shape:

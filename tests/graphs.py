@@ -14,7 +14,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inductor_passes.collectives import GraphParameter
-from inductor_passes.order import order_graph
 from simplefsdp.backend import parse_options, passes_for
 
 PARTITIONERS: dict[str, Callable[..., Any]] = {
@@ -52,18 +51,14 @@ def capture(model: nn.Module, *inputs: Any, plan: Any = "none", partitioner: str
             passes.on_joint(joint.graph)
             halves = passes.on_partition(joint, joint_inputs, partitioner=PARTITIONERS[partitioner], **kwargs)
             for half in halves:
-                passes.on_each_half(half.graph)
-                if plan != "none":
-                    order_graph(half.graph)
+                passes.on_each_half(half.graph, order=True)
             captured.forward, captured.backward = (half.graph for half in halves)
             return halves
 
         def infer(graph: GraphModule, _inputs: Any) -> Any:
             captured.joint = copy(graph.graph)
             passes.on_joint(graph.graph)
-            passes.on_each_half(graph.graph)
-            if plan != "none":
-                order_graph(graph.graph)
+            passes.on_each_half(graph.graph, order=True)
             captured.forward = graph.graph
             return make_boxed_func(graph.forward)
 

@@ -1,0 +1,178 @@
+"""Before a compiled graph's first run, its ranks compare what they have compiled.
+
+A collective that one rank issues and another does not hangs both. So every graph with collectives of ours begins with
+an operator that holds its *record*: what was compiled, as text, and the sequence of collectives for each process group.
+The record is part of the graph, and so of the compile cache's entry: a rank that starts warm has it too. The first time
+it runs, the ranks of each group meet at the store and compare; whoever differs is an error on all of them.
+
+[Note: meeting at the store]
+Under ``simplefsdp/``, with a group named by its ranks:
+``<group>/<digest>/<rank>``: the record of a rank that has come to a graph with this digest. A rank goes on when all
+ranks of the group have. It may be long ago: a rank that compiles again (for the last, smaller batch) need not wait for
+others that do not, if its collectives are the same.
+``now/<rank>``: the digests that a rank is waiting for, by group. Two that wait for each other with different digests will
+wait forever: that is a mismatch, found at once.
+``failed/<rank>``: why a rank gave up, for those that wait for it.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ._compat import default_store, group_ranks, has_side_effect, stands_alone
+from .collectives import MARK
+from .copies import LIBRARY
+
+log = logging.getLogger("simplefsdp")
+
+DEADLINE_S = 1800.0
+"""Seconds to wait for a rank that has not come, torch's own default for collectives: it may still be compiling."""
+_FAREWELL_S = 10.0
+"""Seconds in which the others shall see that this rank gives up."""
+
+_agreed: set[str] = set()
+
+
+def agree(_any: Tensor, record: str) -> Tensor:
+    """Compare ``record`` with the other ranks' if it is new; an empty tensor.
+
+    Raises:
+        RuntimeError: a rank of one of the record's groups has another one, or does not come before the deadline.
+    """
+    if record not in _agreed:
+        content = json.loads(record)
+        compare({group: [*content["about"], *lines] for group, lines in content["sequence"].items()})
+        _agreed.add(record)
+    return _any.new_empty(0)
+
+
+LIBRARY.define("agree(Tensor any, str record) -> Tensor", tags=(torch.Tag.flexible_layout,))
+LIBRARY.impl("agree", agree, "CompositeExplicitAutograd")
+LIBRARY.impl("agree", lambda any, record: any.new_empty(0), "Meta")
+AGREE = torch.ops.simplefsdp.agree.default
+has_side_effect(AGREE)
+
+
+def add_record(graph: Graph, about: Sequence[str]) -> None:
+    """Let ``graph`` begin with the comparison of its collectives, in the order they are in, and of ``about``."""
+    collectives = [node for node in graph.nodes if MARK in node.meta]
+    if not collectives:
+        return
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    given = next(n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta["val"], Tensor))
+    with graph.inserting_before(first):
+        node = graph.call_function(AGREE, (given, record(collectives, about)))
+    node.meta["val"] = given.meta["val"].new_empty(0)
+    graph.lint()
+
+
+def record(collectives: Iterable[Node], about: Sequence[str]) -> str:
+    """The record of a graph that issues ``collectives`` in this order."""
+    sequence: dict[str, list[str]] = {}
+    for node in collectives:
+        *options, group = node.args[1:]
+        value = node.args[0].meta["val"]
+        dtype = str(value.dtype).removeprefix("torch.")
+        name = node.target.__name__.removesuffix(".default").removesuffix("_")  # it may work in place by now
+        line = f"{name} of {dtype}[{value.numel()}] {' '.join(map(str, options))}: {', '.join(node.meta[MARK])}"
+        sequence.setdefault(group, []).append(line)
+    return json.dumps({"about": [f"torch {torch.__version__}", *about], "sequence": sequence})
+
+
+def with_sequence(old: str, collectives: Iterable[Node]) -> str:
+    """A record with another order of collectives."""
+    content = json.loads(old)
+    return json.dumps({**content, "sequence": json.loads(record(collectives, ()))["sequence"]})
+
+
+def compare(lines: Mapping[str, Sequence[str]], deadline_s: float | None = None) -> None:
+    """Meet the ranks of each process group (by name) at the store; see [Note: meeting at the store]."""
+    groups = {}
+    for name, content in lines.items():
+        ranks = group_ranks(name)
+        if len(ranks) > 1 and not stands_alone(name):
+            groups[" ".join(map(str, ranks))] = "\n".join(content)
+    if groups:
+        _Meeting(groups).hold(DEADLINE_S if deadline_s is None else deadline_s)
+
+
+class _Meeting:
+    def __init__(self, groups: Mapping[str, str]):
+        self.store = dist.PrefixStore("simplefsdp", default_store())
+        self.me = dist.get_rank()
+        self.groups = groups
+        self.digests = {group: _digest(text) for group, text in groups.items()}
+
+    def hold(self, deadline_s: float) -> None:
+        self.store.set(f"failed/{self.me}", "")
+        for group, digest in self.digests.items():
+            self.store.set(f"{group}/{digest}/{self.me}", self.groups[group])
+        self.store.set(f"now/{self.me}", json.dumps(self.digests))
+        try:
+            for group in self.groups:
+                for rank in map(int, group.split()):
+                    self._meet(group, rank, time.monotonic() + deadline_s)
+        except _Disagreement as error:
+            self._give_up(str(error))
+            raise RuntimeError(str(error)) from None
+        finally:
+            self.store.set(f"now/{self.me}", "")
+
+    def _meet(self, group: str, rank: int, deadline: float) -> None:
+        pause, warned = 0.001, time.monotonic()
+        digest = self.digests[group]
+        while not self.store.check([f"{group}/{digest}/{rank}"]):
+            theirs = json.loads(self._get(f"now/{rank}") or "{}").get(group)
+            failed = json.loads(self._get(f"failed/{rank}") or "{}")
+            if failed and failed["digests"].get(group, digest) == digest:
+                raise _Disagreement(f"rank {rank} gave up: {failed['why']}")
+            if failed:
+                theirs = failed["digests"][group]
+            if theirs and theirs != digest and not self.store.check([f"{group}/{theirs}/{self.me}"]):
+                raise _Disagreement(_difference(self.groups[group], self._get(f"{group}/{theirs}/{rank}"), self.me, rank))
+            now = time.monotonic()
+            if now > deadline:
+                raise _Disagreement(f"rank {rank} has not come to a graph that rank {self.me} waits to run")
+            if now > warned + 60:
+                log.warning("rank %d waits for rank %d, which has not compiled this graph yet", self.me, rank)
+                warned = now
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+
+    def _give_up(self, why: str) -> None:
+        """Say so, and stay for a while: the store may be this process's."""
+        self.store.set(f"failed/{self.me}", json.dumps({"why": why, "digests": self.digests}))
+        until = time.monotonic() + _FAREWELL_S
+        others = {rank for group in self.groups for rank in group.split()}
+        while time.monotonic() < until and not all(self._get(f"failed/{rank}") for rank in others):
+            time.sleep(0.01)
+
+    def _get(self, key: str) -> str:
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+
+class _Disagreement(Exception):
+    pass
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _difference(mine: str, theirs: str, me: int, rank: int) -> str:
+    here, there = mine.split("\n"), theirs.split("\n")
+    end: Any = "nothing more"
+    i = next(i for i, pair in enumerate(zip([*here, end], [*there, end], strict=False)) if pair[0] != pair[1])
+    found, other = (repr(lines[i]) if i < len(lines) else end for lines in (here, there))
+    return (
+        f"ranks {me} and {rank} have compiled different programs, and would hang. The first difference: on rank {me} "
+        f"{found}, on rank {rank} {other}"
+    )
