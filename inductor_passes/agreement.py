@@ -7,12 +7,14 @@ it runs, the ranks of each group meet at the store and compare; whoever differs 
 
 [Note: meeting at the store]
 Under ``simplefsdp/``, with a group named by its ranks:
-``<group>/<digest>/<rank>``: the record of a rank that has come to a graph with this digest. A rank goes on when all
-ranks of the group have. It may be long ago: a rank that compiles again (for the last, smaller batch) need not wait for
-others that do not, if its collectives are the same.
+``<group>/<digest>/<rank>``: the record of a rank that has come to a graph with this digest. It may have been long ago: a
+rank that compiles again (for the last, smaller batch) need not wait for others that do not, if its collectives are the
+same.
+``<group>/<digest>/<rank>/met``: that rank has found all ranks of all its groups to agree. A rank goes on when the others
+of its groups have; those of a mesh's other rows would else not hear of a difference in this one.
 ``now/<rank>``: the digests that a rank is waiting for, by group. Two that wait for each other with different digests will
 wait forever: that is a mismatch, found at once.
-``failed/<rank>``: why a rank gave up, for those that wait for it.
+``failed/<rank>``: why a rank gave up, for those that wait for it, and when: what was seen once is an old story.
 """
 
 import hashlib
@@ -35,10 +37,13 @@ log = logging.getLogger("simplefsdp")
 
 DEADLINE_S = 1800.0
 """Seconds to wait for a rank that has not come, torch's own default for collectives: it may still be compiling."""
+_PATIENCE_S = 60.0
+"""Seconds between warnings that a rank is waited for."""
 _FAREWELL_S = 10.0
 """Seconds in which the others shall see that this rank gives up."""
 
 _agreed: set[str] = set()
+_known_failures: set[str] = set()
 
 
 def agree(_any: Tensor, record: str) -> Tensor:
@@ -104,6 +109,13 @@ def compare(lines: Mapping[str, Sequence[str]], deadline_s: float | None = None)
         _Meeting(groups).hold(DEADLINE_S if deadline_s is None else deadline_s)
 
 
+def forget_failures() -> None:
+    """Where a process goes on after such an error (a test, a notebook): on all ranks, when all have had theirs."""
+    store = dist.PrefixStore("simplefsdp", default_store())
+    keys = [f"failed/{rank}" for rank in range(dist.get_world_size())]
+    _known_failures.update(store.get(key).decode() for key in keys if store.check([key]))
+
+
 class _Meeting:
     def __init__(self, groups: Mapping[str, str]):
         self.store = dist.PrefixStore("simplefsdp", default_store())
@@ -112,47 +124,58 @@ class _Meeting:
         self.digests = {group: _digest(text) for group, text in groups.items()}
 
     def hold(self, deadline_s: float) -> None:
-        self.store.set(f"failed/{self.me}", "")
         for group, digest in self.digests.items():
             self.store.set(f"{group}/{digest}/{self.me}", self.groups[group])
         self.store.set(f"now/{self.me}", json.dumps(self.digests))
+        deadline = time.monotonic() + deadline_s
         try:
-            for group in self.groups:
-                for rank in map(int, group.split()):
-                    self._meet(group, rank, time.monotonic() + deadline_s)
+            self._meet_all("", deadline)
+            for group, digest in self.digests.items():
+                self.store.set(f"{group}/{digest}/{self.me}/met", "yes")
+            self._meet_all("/met", deadline)
         except _Disagreement as error:
             self._give_up(str(error))
             raise RuntimeError(str(error)) from None
         finally:
             self.store.set(f"now/{self.me}", "")
 
-    def _meet(self, group: str, rank: int, deadline: float) -> None:
-        pause, warned = 0.001, time.monotonic()
-        digest = self.digests[group]
-        while not self.store.check([f"{group}/{digest}/{rank}"]):
-            theirs = json.loads(self._get(f"now/{rank}") or "{}").get(group)
-            failed = json.loads(self._get(f"failed/{rank}") or "{}")
-            if failed and failed["digests"].get(group, digest) == digest:
-                raise _Disagreement(f"rank {rank} gave up: {failed['why']}")
-            if failed:
-                theirs = failed["digests"][group]
-            if theirs and theirs != digest and not self.store.check([f"{group}/{theirs}/{self.me}"]):
-                raise _Disagreement(_difference(self.groups[group], self._get(f"{group}/{theirs}/{rank}"), self.me, rank))
-            now = time.monotonic()
-            if now > deadline:
-                raise _Disagreement(f"rank {rank} has not come to a graph that rank {self.me} waits to run")
-            if now > warned + 60:
-                log.warning("rank %d waits for rank %d, which has not compiled this graph yet", self.me, rank)
-                warned = now
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
+    def _meet_all(self, what: str, deadline: float) -> None:
+        for group in self.groups:
+            for rank in map(int, group.split()):
+                pause, patience = 0.001, time.monotonic() + _PATIENCE_S
+                while not self.store.check([f"{group}/{self.digests[group]}/{rank}{what}"]):
+                    self._look_for_trouble(group, rank)
+                    if time.monotonic() > deadline:
+                        raise _Disagreement(f"rank {rank} has not come to a graph that rank {self.me} waits to run")
+                    if time.monotonic() > patience:
+                        log.warning("rank %d waits for rank %d, which has not compiled this graph yet", self.me, rank)
+                        patience += _PATIENCE_S
+                    time.sleep(pause)
+                    pause = min(2 * pause, 0.1)
+
+    def _look_for_trouble(self, group: str, rank: int) -> None:
+        mine = self.digests[group]
+        theirs = json.loads(self._get(f"now/{rank}") or "{}").get(group, mine)
+        failed = self._get(f"failed/{rank}")
+        if failed and failed not in _known_failures:
+            failure = json.loads(failed)
+            theirs = failure["digests"].get(group, mine)
+            if theirs == mine:
+                raise _Disagreement(f"rank {rank} gave up: {failure['why']}")
+        if theirs != mine and not self.store.check([f"{group}/{theirs}/{self.me}"]):
+            raise _Disagreement(_difference(self.groups[group], self._get(f"{group}/{theirs}/{rank}"), self.me, rank))
 
     def _give_up(self, why: str) -> None:
         """Say so, and stay for a while: the store may be this process's."""
-        self.store.set(f"failed/{self.me}", json.dumps({"why": why, "digests": self.digests}))
+        self.store.set(f"failed/{self.me}", json.dumps({"why": why, "digests": self.digests, "when": time.time_ns()}))
         until = time.monotonic() + _FAREWELL_S
-        others = {rank for group in self.groups for rank in group.split()}
-        while time.monotonic() < until and not all(self._get(f"failed/{rank}") for rank in others):
+        others = {rank for group in self.groups for rank in group.split() if int(rank) != self.me}
+        while others and time.monotonic() < until:
+            for rank in list(others):
+                failed = self._get(f"failed/{rank}")
+                if failed and failed not in _known_failures:
+                    _known_failures.add(failed)
+                    others.remove(rank)
             time.sleep(0.01)
 
     def _get(self, key: str) -> str:

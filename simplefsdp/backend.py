@@ -340,7 +340,7 @@ def passes_for(example_inputs: Sequence[Any], options: Options) -> Passes:
         *(_line(params[index], info, example_inputs[index]) for index, info in found.items()),
         f"lower_with {options.lower_with!r}",
         *(f"inductor {name}={_stable(value)}" for name, value in sorted(options.inductor.items())),
-        f"plan {request.hash if isinstance(request, BucketPlan) else request and request.name}",
+        f"plan {request.hash if isinstance(request, BucketPlan) else request.name if request else 'none'}",
     )
     return Passes(params, request, tuple(buckets), tuple(parameters), shapes, about, report)
 

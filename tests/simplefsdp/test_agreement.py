@@ -1,0 +1,133 @@
+"""Ranks that have compiled different programs are told so, all of them, before any collective runs."""
+
+import os
+import re
+import tempfile
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from inductor_passes import agreement
+from simplefsdp import manual_plan, simple_fsdp
+from tests.ranks import Ranks
+
+PLANTED = {
+    "plan": r"'plan (block|none)', on rank \d 'plan (block|none)'",
+    "prefetch": r"plan manual_plan\(\['\*'\], prefetch=[01]\)",
+    "option": r"inductor epilogue_fusion=(True|False)",
+    "model": r"'parameter 1.weight: .*shape=\(\d+, 6\)",
+    "frozen": r"'parameter 1.bias: torch.float32 (trained|frozen)",
+    "torch": r"'torch (2.13.99|.*)', on rank",
+}
+
+
+def program(kind: str, odd: bool, mesh: Any = None, **options: Any) -> Any:
+    """A compiled model; on the odd rank something of this kind is another."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 7 if kind == "model" and odd else 8))
+    model[1].bias.requires_grad_(not (kind == "frozen" and odd))
+    plan: Any = "none" if kind == "plan" and odd else "block"
+    if kind == "prefetch":
+        plan = manual_plan(["*"], prefetch=int(odd))
+    options = {"plan": plan, "lower_with": "aot_eager", **options}
+    if kind == "option":
+        options["inductor"] = {"epilogue_fusion": odd}
+    return torch.compile(simple_fsdp(model, mesh), backend="simplefsdp", options=options)
+
+
+def what_is_said(kind: str, odd: bool, mesh: Any = None, **options: Any) -> str:
+    """Run a forward and a backward, and return the error."""
+    torch._dynamo.reset()
+    version = "2.13.99" if kind == "torch" and odd else torch.__version__
+    try:
+        with mock.patch.object(torch, "__version__", version):
+            program(kind, odd, mesh, **options)(torch.ones(2, 6)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_every_rank_is_told_of_a_difference(two_ranks: Ranks, kind: str) -> None:
+    for both in two_ranks.run(_ten_times, kind)[0]:
+        for rank, text in enumerate(both):
+            assert re.search(rf"on rank {rank} .*, on rank {1 - rank} ", text)
+            assert re.search(PLANTED[kind], text), text
+
+
+def _ten_times(kind: str) -> list[list[str]]:
+    said = []
+    for _ in range(10):
+        mine = what_is_said(kind, odd=dist.get_rank() == 1)
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, mine)
+        said.append(both)
+        agreement.forget_failures()
+    return said
+
+
+def test_ranks_of_other_groups_are_told_too(four_ranks: Ranks) -> None:
+    said = four_ranks.run(_hybrid)
+    assert all("have compiled different programs" in text for text in said), said
+    assert any("gave up" in text for text in said), "rank 0 shares no group with rank 3"
+
+
+def _hybrid() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    said = what_is_said("plan", dist.get_rank() == 3, mesh)
+    dist.barrier()
+    agreement.forget_failures()
+    assert not (again := what_is_said("nothing", False, mesh)), f"the next program is compared afresh, but: {again}"
+    return said
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("nothing", "^$"), ("plan", "have compiled different programs")])
+def test_a_warm_rank_and_a_cold_one_compare_too(kind: str, expected: str) -> None:
+    """The second pair of processes: rank 0 starts from the cache, rank 1 compiles."""
+    with tempfile.TemporaryDirectory() as warm, tempfile.TemporaryDirectory() as cold:
+        for folders, what, hits in (([warm, cold + "/0"], "nothing", [0, 0]), ([warm, cold + "/1"], kind, [1, 0])):
+            ranks = Ranks(2)
+            try:
+                said = ranks.run(_from_cache, what, folders)
+            finally:
+                ranks.close()
+            assert [hit > 0 for _, hit in said] == [hit > 0 for hit in hits]
+    assert all(re.search(expected, text) for text, _ in said)
+
+
+def _from_cache(kind: str, folders: list[str]) -> tuple[str, int]:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folders[dist.get_rank()]
+    said = what_is_said(kind, dist.get_rank() == 1, lower_with="inductor")
+    return said, torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def test_a_rank_that_does_not_come_is_named(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_alone) == ["rank 1 has not come to a graph that rank 0 waits to run", None]
+
+
+def _alone() -> str | None:
+    found = None
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError) as error:
+            agreement.compare({dist.group.WORLD.group_name: ["a"]}, deadline_s=0.2)
+        found = str(error.value)
+    dist.barrier()
+    agreement.forget_failures()
+    return found
+
+
+def test_a_rank_may_compile_again_by_itself(two_ranks: Ranks) -> None:
+    two_ranks.run(_last_batch)
+
+
+def _last_batch() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = program("nothing", odd=False)
+    for rows in (4, 3 if dist.get_rank() else 4, 4):
+        model(torch.ones(rows, 6)).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + dist.get_rank()
