@@ -104,8 +104,10 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
     if not isinstance(parsed.inductor, Mapping):
         raise TypeError(f"option 'inductor': expected a dict of Inductor options, found {parsed.inductor!r}")
     for name in parsed.inductor:
-        if name in (*_PASS_SLOTS, *NOTHING_ELSE_MOVES):
+        if name in _PASS_SLOTS:
             raise ValueError(f"option 'inductor': {name!r} is used by simplefsdp itself")
+        if name in NOTHING_ELSE_MOVES and parsed.plan != "none":
+            raise ValueError(f"option 'inductor': {name!r} would move what the plan has ordered; plan='none' allows it")
         if name not in inductor_options():
             raise ValueError("option 'inductor': " + unknown("Inductor option", name, inductor_options()))
     return parsed
@@ -355,7 +357,6 @@ def _stable(value: Any) -> str:
     """``repr`` without addresses."""
     uuid = getattr(value, "uuid", None)
     return f"{type(value).__qualname__} {uuid()}" if callable(uuid) else re.sub(r" at 0x\w+", "", repr(value))
-
 
 
 def _warn_of_parameters_that_are_not_sharded(example_inputs: Sequence[Any], some_are: bool) -> None:

@@ -230,9 +230,7 @@ class BucketPlan:
                 lines.append(f"  {share:6.1%}  {_span(bucket.fqns)}: {points}")
         return "\n".join(lines)
 
-    def check_fits(
-        self, parameters: Mapping[str, tuple[int, ...]], kept: Iterable[str], used: Collection[str]
-    ) -> None:
+    def check_fits(self, parameters: Mapping[str, tuple[int, ...]], kept: Iterable[str], used: Collection[str]) -> None:
         """Raise ``ValueError`` that lists every parameter of a model that is not as the plan has it.
 
         Args:
@@ -255,7 +253,6 @@ class BucketPlan:
                 problems.append(f"{fqn}: {there} after forward in the plan, not in the model (reshard_after_forward)")
         if problems:
             raise ValueError("plan: does not fit this model:\n  " + "\n  ".join(problems))
-
 
     def check_order(self, uses: "Uses") -> None:
         """Raise ``ValueError`` if a bucket is issued after it is needed or awaited before it is issued, in graphs with

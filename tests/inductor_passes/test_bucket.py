@@ -52,7 +52,9 @@ def chains(specs: list[Spec]) -> tuple[Graph, list[torch.Tensor]]:
             placeholders[i].meta["val"] = mode.from_tensor(inputs[i])
             node = placeholders[i]
             if missing:
-                node = call(graph, torch.ops.aten.constant_pad_nd.default, node, [0, 0] * (len(shape) - 1) + [0, missing])
+                node = call(
+                    graph, torch.ops.aten.constant_pad_nd.default, node, [0, 0] * (len(shape) - 1) + [0, missing]
+                )
             if dtype is not torch.float32:
                 node = call(graph, torch.ops.aten._to_copy.default, node, dtype=dtype)
             if kind == "gather":
@@ -145,7 +147,9 @@ class TestGraphs(expecttest.TestCase):
     def test_merged_gathers(self):
         graph, _ = chains([("gather", [2, 3], torch.float64, "0", 1), ("gather", [4], torch.float64, "0", 0)])
         merge(graph, ["p0", "p1"])
-        self.assertExpectedInline(render(graph), """\
+        self.assertExpectedInline(
+            render(graph),
+            """\
 x0: float32[1, 3] = input
 x1: float32[4] = input
 pack_shards_default: float64[10] = torch.ops.simplefsdp.pack_shards.default([x0, x1], [6, 4], [torch.float64, torch.float64])
@@ -159,12 +163,15 @@ view_default_1: float64[12] = torch.ops.aten.view.default(getitem_1, [12])
 neg_default: float64[6, 3] = torch.ops.aten.neg.default(view_default)
 neg_default_1: float64[12] = torch.ops.aten.neg.default(view_default_1)
 return (neg_default, neg_default_1)
-""")
+""",
+        )
 
     def test_merged_reductions(self):
         graph, _ = chains([("avg", [2, 3], torch.float64, "0", 1), ("avg", [4], torch.float64, "0", 0)])
         merge(graph, ["p0", "p1"])
-        self.assertExpectedInline(render(graph), """\
+        self.assertExpectedInline(
+            render(graph),
+            """\
 x0: float32[5, 3] = input
 x1: float32[12] = input
 pack_gradients_default: float64[30] = torch.ops.simplefsdp.pack_gradients.default([x0, x1], 3, torch.float64)
@@ -177,4 +184,5 @@ neg_default: float64[2, 3] = torch.ops.aten.neg.default(view_default)
 view_default_1: float64[4] = torch.ops.aten.view.default(slice_tensor_1, [4])
 neg_default_1: float64[4] = torch.ops.aten.neg.default(view_default_1)
 return (neg_default, neg_default_1)
-""")
+""",
+        )

@@ -203,7 +203,17 @@ def test_a_bucket_with_points_that_the_graph_does_not_have_is_issued_at_the_star
     _add_reduction(program, Bucket(("a",), "elsewhere", "elsewhere"), followed=False)
     program.computes.append(program.add(program.computes[1]))
     kinds = [program.items[i].kind for i in order(program.items)]
-    assert kinds == ["compute", "gather", "compute", "gathered", "compute", "reduction", "compute", "reduced", "compute"]
+    assert kinds == [
+        "compute",
+        "gather",
+        "compute",
+        "gathered",
+        "compute",
+        "reduction",
+        "compute",
+        "reduced",
+        "compute",
+    ]
 
 
 def schedule(graph) -> str:
@@ -223,7 +233,9 @@ def schedule(graph) -> str:
 class TestSchedules(expecttest.TestCase):
     def test_block(self):
         captured = capture(simple_fsdp(tiny_llama(layers=3)), *batch(0, 0), plan="block")
-        self.assertExpectedInline(schedule(captured.forward), """\
+        self.assertExpectedInline(
+            schedule(captured.forward),
+            """\
 gather tok_embeddings.weight + 0
 gather layers.0.attention.wq.weight + 8
 wait tok_embeddings.weight
@@ -238,8 +250,11 @@ wait layers.2.attention.wq.weight
 matmuls
 wait norm.weight
 matmuls
-""")
-        self.assertExpectedInline(schedule(captured.backward), """\
+""",
+        )
+        self.assertExpectedInline(
+            schedule(captured.backward),
+            """\
 gather norm.weight + 1
 matmuls
 gather layers.2.attention.wq.weight + 8
@@ -266,20 +281,26 @@ reduction layers.0.attention.wq.weight + 8
 wait layers.0.attention.wq.weight
 reduction tok_embeddings.weight + 0
 wait tok_embeddings.weight
-""")
+""",
+        )
 
     def test_nothing_ahead(self):
         plan = manual_plan([["tok_embeddings", "layers.*"], ["norm", "output"]], prefetch=0)
         captured = capture(simple_fsdp(tiny_llama(layers=1)), *batch(0, 0), plan=plan)
-        self.assertExpectedInline(schedule(captured.forward), """\
+        self.assertExpectedInline(
+            schedule(captured.forward),
+            """\
 gather tok_embeddings.weight + 9
 wait tok_embeddings.weight
 matmuls
 gather norm.weight + 1
 wait norm.weight
 matmuls
-""")
-        self.assertExpectedInline(schedule(captured.backward), """\
+""",
+        )
+        self.assertExpectedInline(
+            schedule(captured.backward),
+            """\
 matmuls
 gather norm.weight + 1
 wait norm.weight
@@ -292,7 +313,8 @@ wait layers.0.attention.wq.weight
 matmuls
 reduction tok_embeddings.weight + 9
 wait tok_embeddings.weight
-""")
+""",
+        )
 
 
 @pytest.mark.usefixtures("one_of_four")

@@ -86,7 +86,9 @@ def plan(prefetch: int = 1, followed: bool = False) -> BucketPlan:
 
 class TestResolved(expecttest.TestCase):
     def test_one_bucket_ahead(self):
-        self.assertExpectedInline(plan().explain(), """\
+        self.assertExpectedInline(
+            plan().explain(),
+            """\
 plan b009ebcd23d238e9: 6 parameters, 60 elements; 4 gathers in forward, 3 in backward, 4 reductions; 1 kept whole
 forward:
     0.0%  tok.weight: issued at the start, awaited before tok.weight is
@@ -101,10 +103,13 @@ reductions:
    60.0%  norm.weight .. out.weight (2): issued when the gradient of norm.weight is there, awaited before that of layers.1.wq.weight
    20.0%  layers.1.wq.weight: issued when the gradient of layers.1.wq.weight is there, awaited before that of layers.0.wq.weight
    20.0%  layers.0.wq.weight .. layers.0.norm.weight (2): issued when the gradient of layers.0.wq.weight is there, awaited before that of tok.weight
-    0.0%  tok.weight: issued when the gradient of tok.weight is there, awaited at the end""")
+    0.0%  tok.weight: issued when the gradient of tok.weight is there, awaited at the end""",
+        )
 
     def test_an_all_reduce_behind_the_reduce_scatter(self):
-        self.assertExpectedInline(plan(followed=True).explain(), """\
+        self.assertExpectedInline(
+            plan(followed=True).explain(),
+            """\
 plan c960e5f7592d9c92: 6 parameters, 60 elements; 4 gathers in forward, 3 in backward, 4 reductions; 1 kept whole
 forward:
     0.0%  tok.weight: issued at the start, awaited before tok.weight is
@@ -119,10 +124,13 @@ reductions:
    60.0%  norm.weight .. out.weight (2): issued when the gradient of norm.weight is there, all-reduced before that of layers.1.wq.weight, awaited before that of layers.0.wq.weight
    20.0%  layers.1.wq.weight: issued when the gradient of layers.1.wq.weight is there, all-reduced before that of layers.0.wq.weight, awaited before that of tok.weight
    20.0%  layers.0.wq.weight .. layers.0.norm.weight (2): issued when the gradient of layers.0.wq.weight is there, all-reduced before that of tok.weight, awaited at the end
-    0.0%  tok.weight: issued when the gradient of tok.weight is there, awaited at the end""")
+    0.0%  tok.weight: issued when the gradient of tok.weight is there, awaited at the end""",
+        )
 
     def test_two_buckets_ahead(self):
-        self.assertExpectedInline(plan(prefetch=2).explain(), """\
+        self.assertExpectedInline(
+            plan(prefetch=2).explain(),
+            """\
 plan cd602caa9738b045: 6 parameters, 60 elements; 4 gathers in forward, 3 in backward, 4 reductions; 1 kept whole
 forward:
     0.0%  tok.weight: issued at the start, awaited before tok.weight is
@@ -137,10 +145,13 @@ reductions:
    60.0%  norm.weight .. out.weight (2): issued when the gradient of norm.weight is there, awaited before that of layers.0.wq.weight
    20.0%  layers.1.wq.weight: issued when the gradient of layers.1.wq.weight is there, awaited before that of tok.weight
    20.0%  layers.0.wq.weight .. layers.0.norm.weight (2): issued when the gradient of layers.0.wq.weight is there, awaited at the end
-    0.0%  tok.weight: issued when the gradient of tok.weight is there, awaited at the end""")
+    0.0%  tok.weight: issued when the gradient of tok.weight is there, awaited at the end""",
+        )
 
     def test_nothing_ahead(self):
-        self.assertExpectedInline(plan(prefetch=0).explain(), """\
+        self.assertExpectedInline(
+            plan(prefetch=0).explain(),
+            """\
 plan 6ed1985cbacb588c: 6 parameters, 60 elements; 4 gathers in forward, 3 in backward, 4 reductions; 1 kept whole
 forward:
     0.0%  tok.weight: issued and awaited before tok.weight is used
@@ -155,10 +166,13 @@ reductions:
    60.0%  norm.weight .. out.weight (2): issued when the gradient of norm.weight is there, awaited at once
    20.0%  layers.1.wq.weight: issued when the gradient of layers.1.wq.weight is there, awaited at once
    20.0%  layers.0.wq.weight .. layers.0.norm.weight (2): issued when the gradient of layers.0.wq.weight is there, awaited at once
-    0.0%  tok.weight: issued when the gradient of tok.weight is there, awaited at once""")
+    0.0%  tok.weight: issued when the gradient of tok.weight is there, awaited at once""",
+        )
 
     def test_as_a_file(self):
-        self.assertExpectedInline(plan().to_json(), """\
+        self.assertExpectedInline(
+            plan().to_json(),
+            """\
 {
  "version": 1,
  "hash": "b009ebcd23d238e9",
@@ -263,7 +277,8 @@ reductions:
   }
  ]
 }
-""")
+""",
+        )
 
 
 def test_a_saved_plan_is_the_same_when_loaded(tmp_path):
@@ -278,7 +293,10 @@ def test_a_saved_plan_is_the_same_when_loaded(tmp_path):
 def test_packing_order_and_order_of_use_are_not_the_same():
     uses = Uses(LLAMA[::-1], (), LLAMA, frozenset())
     resolved = resolve(1, (LLAMA[:3], LLAMA[3:]), uses, (), ())
-    assert resolved.forward == (Bucket(LLAMA[3:], None, "out.weight"), Bucket(LLAMA[:3], "out.weight", LLAMA[2], place=1))
+    assert resolved.forward == (
+        Bucket(LLAMA[3:], None, "out.weight"),
+        Bucket(LLAMA[:3], "out.weight", LLAMA[2], place=1),
+    )
     assert resolved.reductions == (Bucket(LLAMA[:3], LLAMA[2], LLAMA[5]), Bucket(LLAMA[3:], LLAMA[5], None, place=1))
 
 
@@ -294,7 +312,10 @@ def test_packing_order_and_order_of_use_are_not_the_same():
         ({"forward": [["a"]]}, "forward[0]: expected an object"),
         ({"forward": [{"parameters": ["a"], "isue": None}]}, "forward[0]: unknown field 'isue'; did you mean 'issue'?"),
         ({"forward": [{"parameters": []}]}, "forward[0].parameters: expected at least one FQN"),
-        ({"backward": [{"parameters": ["a"], "wait": "c"}]}, "backward[0].wait: expected an FQN of a parameter, or null"),
+        (
+            {"backward": [{"parameters": ["a"], "wait": "c"}]},
+            "backward[0].wait: expected an FQN of a parameter, or null",
+        ),
         ({"reductions": [{"parameters": ["a"]}, {"parameters": ["a"]}]}, "reductions: expected each FQN once"),
     ],
 )
