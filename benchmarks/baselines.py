@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from simplefsdp.hardware import Network
-from simplefsdp.plan import block_buckets, block_of
 from simplefsdp.rehearsal.systems import Parallelism, System, ours
+from simplefsdp.wrap import block_buckets, block_of
 
 _CONFIG = "aten_distributed_optimizations."
 _KEEP_THE_ORDER = {"reorder_for_peak_memory": False}  # or torch 2.13 undoes what these passes did

@@ -35,13 +35,13 @@ from torch.utils._python_dispatch import _disable_current_modes as without_dispa
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
+    "NOTHING_ELSE_MOVES",
     "OUT_FORMS_REACH_PYTHON_GROUPS",
     "CheckpointPolicy",
     "CustomGraphPass",
     "CustomPartitionerFn",
     "CustomSchedulerPass",
     "Halves",
-    "NOTHING_ELSE_MOVES",
     "after_backward",
     "compile_id",
     "default_store",
@@ -52,9 +52,9 @@ __all__ = [
     "group_ranks",
     "has_saved_tensors_hooks",
     "has_side_effect",
-    "inductor_ir",
     "in_backward",
     "inductor_config",
+    "inductor_ir",
     "inductor_options",
     "inside_torch_compile",
     "is_backward",

@@ -3,18 +3,18 @@
 A collective that one rank issues and another does not hangs both. So every graph with collectives of ours begins with
 an operator that holds its *record*: what was compiled, as text, and the sequence of collectives for each process group.
 The record is part of the graph, and so of the compile cache's entry: a rank that starts warm has it too. The first time
-it runs, the ranks of each group meet at the store and compare; whoever differs is an error on all of them.
+it runs, the ranks of each group meet at the store and compare; a difference is an error on all of them.
 
 [Note: meeting at the store]
 Under ``simplefsdp/``, with a group named by its ranks:
-``<group>/<digest>/<rank>``: the record of a rank that has come to a graph with this digest. It may have been long ago: a
-rank that compiles again (for the last, smaller batch) need not wait for others that do not, if its collectives are the
-same.
-``<group>/<digest>/<rank>/met``: that rank has found all ranks of all its groups to agree. A rank goes on when the others
-of its groups have; those of a mesh's other rows would else not hear of a difference in this one.
-``now/<rank>``: the digests that a rank is waiting for, by group. Two that wait for each other with different digests will
-wait forever: that is a mismatch, found at once.
-``failed/<rank>``: why a rank gave up, for those that wait for it, and when: what was seen once is an old story.
+``<group>/<digest>/<rank>``: the record of a rank that has come to a graph with this digest. It may have been long ago:
+a rank that compiles again (for the last, smaller batch) need not wait for others that do not, if its collectives are
+the same.
+``<group>/<digest>/<rank>/met``: that rank has found all ranks of all its groups to agree. A rank goes on when the
+others of its groups have; those of a mesh's other rows would else not hear of a difference in this one.
+``now/<rank>``: the digests that a rank is waiting for, by group. Two that wait for each other with different digests
+will wait forever: that is a mismatch, found at once.
+``failed/<rank>``: why a rank gave up and when, for those that wait for it; what was seen once is an old story.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ def agree(_any: Tensor, record: str) -> Tensor:
 
 LIBRARY.define("agree(Tensor any, str record) -> Tensor", tags=(torch.Tag.flexible_layout,))
 LIBRARY.impl("agree", agree, "CompositeExplicitAutograd")
-LIBRARY.impl("agree", lambda any, record: any.new_empty(0), "Meta")
+LIBRARY.impl("agree", lambda any, _record: any.new_empty(0), "Meta")
 AGREE = torch.ops.simplefsdp.agree.default
 has_side_effect(AGREE)
 
@@ -83,10 +83,10 @@ def record(collectives: Iterable[Node], about: Sequence[str]) -> str:
     """The record of a graph that issues ``collectives`` in this order."""
     sequence: dict[str, list[str]] = {}
     for node in collectives:
-        *options, group = node.args[1:]
-        value = node.args[0].meta["val"]
+        options, group = node.args[1:-1], str(node.args[-1])
+        value = node.all_input_nodes[0].meta["val"]
         dtype = str(value.dtype).removeprefix("torch.")
-        name = node.target.__name__.removesuffix(".default").removesuffix("_")  # it may work in place by now
+        name = str(node.target).split(".")[-2].removesuffix("_")  # it may work in place by now
         line = f"{name} of {dtype}[{value.numel()}] {' '.join(map(str, options))}: {', '.join(node.meta[MARK])}"
         sequence.setdefault(group, []).append(line)
     return json.dumps({"about": [f"torch {torch.__version__}", *about], "sequence": sequence})

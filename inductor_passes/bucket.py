@@ -5,8 +5,8 @@
     shard_0 - [pad] - [cast] - all_gather - wait -> ...        shard_0 -+                                    +-> ...
     shard_1 - [pad] - [cast] - all_gather - wait -> ...  ==>   shard_1 -+- pack - all_gather - wait - unpack +-> ...
 
-    grad_0 - [cast] - [pad] - reduce_scatter - wait -> ...     grad_0 -+                                   +- view -> ...
-    grad_1 - [cast] - [pad] - reduce_scatter - wait -> ... ==> grad_1 -+- pack - reduce_scatter - wait - - +- view -> ...
+    grad_0 - [cast] - [pad] - reduce_scatter - wait -> ...     grad_0 -+                                 +- view -> ...
+    grad_1 - [cast] - [pad] - reduce_scatter - wait -> ... ==> grad_1 -+- pack - reduce_scatter - wait - +- view -> ...
 
 All-reduces, also those that follow a reduce-scatter, are merged in the same way. Packing order is the bucket's own:
 rank r's part of the buffer holds member 0's rows of rank r, then member 1's, as in FSDP2; ``copies.py`` has the
@@ -16,7 +16,7 @@ member that the graph does not gather (or reduce) is left out, and a collective 
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -83,7 +83,7 @@ def _members(found: list[Collective], kind: Callable[[Collective], Any]) -> list
     merged = []
     for (bucket, _), members in alike.items():
         place = {fqn: i for i, fqn in enumerate(bucket.fqns)}
-        members.sort(key=lambda c: place[c.fqns[0]])  # noqa: B023
+        members.sort(key=lambda c: place[c.fqns[0]])
         if len(members) > 1:
             merged.append(members)
     return merged
@@ -127,7 +127,7 @@ def _before_cast_and_pad(node: Node) -> Node:
     """What ``node`` was before it was copied, cast (once) and padded behind its last row."""
     absorbed = set()
     while node.target in (*COPIES, *PADS, *CASTS):
-        if node.target in PADS and any(node.args[1][:-1]):
+        if node.target in PADS and any(cast(Sequence[int], node.args[1])[:-1]):
             break
         if node.target in CASTS and "cast" in absorbed:
             break
@@ -178,7 +178,7 @@ def _val(node: Node) -> Any:
     return node.meta["val"]
 
 
-def _call(target: Callable, *args: Any) -> Node:
+def _call(target: Any, *args: Any) -> Node:
     """A node with its value, inserted where the graph's insertion point is."""
     inputs = [arg for arg in tree_leaves(args) if isinstance(arg, Node)]
     node = inputs[0].graph.call_function(target, args)

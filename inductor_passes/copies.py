@@ -2,8 +2,8 @@
 
 ::
 
-    rank r's part of a gather's buffer:      | shard 0 | 0 | shard 1 | 0 | ...       padded to the same size on every rank
-    row r of a reduction's buffer:           | rows of gradient 0 that are rank r's | those of gradient 1 | ...
+    rank r's part of a gather's buffer:   | shard 0 | 0 | shard 1 | 0 | ...       padded to the same size on every rank
+    row r of a reduction's buffer:        | rows of gradient 0 that are rank r's | those of gradient 1 | ...
 
 They are operators, not ATen nodes for Inductor to lower, because there is nothing to fuse them with (a matmul's weight
 is read, and its gradient written, as a whole) and a copy kernel for each shape of bucket is what compile time went

@@ -7,19 +7,19 @@
     wait B0, compute          | gather B2, wait B1, compute, compute ... | gather B3, wait B2, compute ...
 
 Compute stays as it is. Before each compute node there is a slot, and whatever belongs to communication goes into one:
-a gather and what prepares it into the slot of its bucket's issue point; the wait for it, and what is made of the weights
-alone, before the first compute that reads them; a reduction and what packs it, the wait for it and what is made of its
-result, into the slots behind the gradients that the plan names. Nodes are then listed by slot and, within one, by what
-they are, but never before what they need. Fusing kernels may bring the first use of a weight forward: a gather is then
-awaited in time, whatever the plan says. What cannot be put into its slot is an error.
+a gather and what prepares it into the slot of its bucket's issue point; the wait for it, and what is made of the
+weights alone, before the first compute that reads them; a reduction and what packs it, the wait for it and what is made
+of its result, into the slots behind the gradients that the plan names. Nodes are then listed by slot and, within one,
+by what they are, but never before what they need. Fusing kernels may bring the first use of a weight forward: a gather
+is then awaited in time, whatever the plan says. What cannot be put into its slot is an error.
 
-``graph_items`` and ``scheduler_items`` (``scheduler.py``) say of FX nodes and of Inductor's kernels what ``order`` asks.
+``graph_items`` and ``kernel_items`` (``scheduler.py``) say of FX nodes and of Inductor's kernels what ``order`` asks.
 """
 
 import heapq
 import operator
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from torch.fx import Graph, Node
 
@@ -30,8 +30,11 @@ Kind = Literal["compute", "gather", "gathered", "pack", "reduction", "reduced"]
 
 
 class Bucket(NamedTuple):
-    """Parameters whose gather or reduction is one collective, and when. A point names a parameter by its FQN; one that
-    a graph does not have is that graph's start where something is issued, and its end where something is awaited."""
+    """Parameters whose gather or reduction is one collective, and when.
+
+    A point names a parameter by its FQN; one that a graph does not have is that graph's start where something is
+    issued, and its end where something is awaited.
+    """
 
     fqns: tuple[str, ...]
     """In packing order."""
@@ -45,7 +48,7 @@ class Bucket(NamedTuple):
     then: str | None = None
     """Of a reduce-scatter that an all-reduce follows: when the one is awaited and the other issued, as ``wait``."""
     place: int = 0
-    """Among the plan's buckets of its direction: what is due at the same point is issued, and awaited, in this order."""
+    """Among the plan's buckets of its direction: what is due at the same point is issued and awaited in this order."""
 
 
 class Item(NamedTuple):
@@ -250,14 +253,14 @@ def graph_items(graph: Graph) -> tuple[list[Node], list[Item]]:
 
 def item_for(node: Node, plain: Item, sources: Sequence[int]) -> Item:
     """What ``plain`` is beyond its needs, given the FX node (it is, or became a kernel) and its inputs' positions."""
-    if node.target is operator.getitem and node.args[0].target is UNPACK_WEIGHTS:
-        return plain._replace(weights=(_waited(node.args[0].args[0]).meta[MARK][node.args[1]],))
+    if node.target is operator.getitem and _source(node).target is UNPACK_WEIGHTS:
+        return plain._replace(weights=(_source(_source(_source(node))).meta[MARK][cast(int, node.args[1])],))
     if node.target is PACK_GRADIENTS:
         reduction = next(iter(node.users))
         fqns = reduction.meta[MARK]
         gradients = tuple(zip(sources, fqns, strict=False))
         return plain._replace(kind="pack", fqns=fqns, bucket=reduction.meta.get(BUCKET), gradients=gradients)
-    collective = _waited(node) if node.target is WAIT else node
+    collective = _source(node) if node.target is WAIT else node
     if MARK not in collective.meta:
         return plain
     fqns = collective.meta[MARK]
@@ -269,18 +272,18 @@ def item_for(node: Node, plain: Item, sources: Sequence[int]) -> Item:
     item = item._replace(follows=_follows(collective))
     if node is not collective:
         return item._replace(kind="reduced", followed=any(MARK in user.meta for user in node.users))
-    if item.follows or node.args[0].target is PACK_GRADIENTS:
+    if item.follows or _source(node).target is PACK_GRADIENTS:
         return item._replace(kind="reduction")
     return item._replace(kind="reduction", gradients=((sources[0], fqns[0]),))
 
 
 def _follows(reduction: Node) -> bool:
-    source = reduction.args[0]
-    return source.target is WAIT and MARK in _waited(source).meta
+    source = _source(reduction)
+    return source.target is WAIT and MARK in _source(source).meta
 
 
-def _waited(wait: Node) -> Node:
-    return wait.all_input_nodes[0]
+def _source(node: Node) -> Node:
+    return node.all_input_nodes[0]
 
 
 def order_graph(graph: Graph) -> None:
@@ -296,7 +299,7 @@ def order_graph(graph: Graph) -> None:
     for node, item in zip(nodes, items, strict=True):
         if item.kind in ("gathered", "reduced"):
             with graph.inserting_after(node):
-                graph.call_function(_in_use, (_waited(node).args[0],))
+                graph.call_function(_in_use, (_source(_source(node)),))
     graph.lint()
 
 

@@ -10,6 +10,7 @@ from . import backend as backend  # importing it registers the torch.compile bac
 from .api import simple_fsdp
 from .initialization import sharded_init
 from .parametrization import register_fsdp_forward_method
-from .plan import BucketPlan, manual_plan
+from .plan import BucketPlan
+from .wrap import manual_plan
 
 __all__ = ["BucketPlan", "manual_plan", "register_fsdp_forward_method", "sharded_init", "simple_fsdp"]

@@ -26,7 +26,6 @@ from .checks import (
 )
 from .controls import check_divide_factor
 from .parametrization import ShardedModule, State, parametrize
-from .plan import blocks
 from .sharding import (
     Communication,
     Group,
@@ -36,6 +35,7 @@ from .sharding import (
     replace_parameter,
     shard,
 )
+from .wrap import blocks
 
 Model = TypeVar("Model", bound=nn.Module)
 

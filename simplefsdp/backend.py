@@ -46,9 +46,10 @@ from inductor_passes.report import Report
 
 from . import sharding
 from ._messages import unknown
-from .plan import BLOCK, BucketPlan, Buckets, Request, Uses, resolve
+from .plan import BucketPlan, Uses
 from .recompute import CHANGED_WHILE_WHOLE
 from .sharding import ShardedModel, ShardedParameter, unshard
+from .wrap import BLOCK, Buckets, Request, resolve
 
 log = logging.getLogger("simplefsdp")
 

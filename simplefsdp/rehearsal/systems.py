@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ..api import simple_fsdp
-from ..plan import block_buckets, block_of, blocks
+from ..wrap import block_buckets, block_of, blocks
 
 
 class Parallelism(NamedTuple):

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from ..hardware import Network
-from ..plan import block_of
+from ..wrap import block_of
 from .group import Collective, World
 from .limits import Part, bound, part, simulate
 from .systems import Parallelism, System, cross_entropy

@@ -1,8 +1,9 @@
-"""The order function respects what nodes need and puts each collective where its plan says, on FX graphs and kernels."""
+"""Order respects what nodes need and puts each collective where its plan says, on FX graphs and kernels."""
 
 import itertools
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import expecttest
 import hypothesis.strategies as st
@@ -31,7 +32,7 @@ class Program:
     copies: dict[int, int] = field(default_factory=dict)
     """Items around a collective, and the collective or wait that they belong to."""
 
-    def add(self, *needs: int, **of: object) -> int:
+    def add(self, *needs: int, **of: Any) -> int:
         self.items.append(Item(frozenset(needs), **of))
         return len(self.items) - 1
 

@@ -10,7 +10,8 @@ from hypothesis import given
 
 from inductor_passes.order import Bucket
 from simplefsdp import BucketPlan, manual_plan
-from simplefsdp.plan import Uses, block_buckets, blocks, resolve
+from simplefsdp.plan import Uses
+from simplefsdp.wrap import block_buckets, blocks, resolve
 
 PARTS = st.sampled_from(["layers", "0", "1", "weight", "norm"])
 FQNS = st.lists(st.lists(PARTS, min_size=1, max_size=4).map(".".join), unique=True).map(tuple)
@@ -100,10 +101,10 @@ backward:
    20.0%  layers.1.wq.weight: issued before out.weight is used, awaited before layers.1.wq.weight is
    20.0%  layers.0.wq.weight .. layers.0.norm.weight (2): issued before layers.1.wq.weight is used, awaited before layers.0.norm.weight is
 reductions:
-   60.0%  norm.weight .. out.weight (2): issued when the gradient of norm.weight is there, awaited before that of layers.1.wq.weight
-   20.0%  layers.1.wq.weight: issued when the gradient of layers.1.wq.weight is there, awaited before that of layers.0.wq.weight
-   20.0%  layers.0.wq.weight .. layers.0.norm.weight (2): issued when the gradient of layers.0.wq.weight is there, awaited before that of tok.weight
-    0.0%  tok.weight: issued when the gradient of tok.weight is there, awaited at the end""",
+   60.0%  norm.weight .. out.weight (2): issued when complete, awaited before that of layers.1.wq.weight
+   20.0%  layers.1.wq.weight: issued when complete, awaited before that of layers.0.wq.weight
+   20.0%  layers.0.wq.weight .. layers.0.norm.weight (2): issued when complete, awaited before that of tok.weight
+    0.0%  tok.weight: issued when complete, awaited at the end""",
         )
 
     def test_an_all_reduce_behind_the_reduce_scatter(self):
@@ -121,10 +122,10 @@ backward:
    20.0%  layers.1.wq.weight: issued before out.weight is used, awaited before layers.1.wq.weight is
    20.0%  layers.0.wq.weight .. layers.0.norm.weight (2): issued before layers.1.wq.weight is used, awaited before layers.0.norm.weight is
 reductions:
-   60.0%  norm.weight .. out.weight (2): issued when the gradient of norm.weight is there, all-reduced before that of layers.1.wq.weight, awaited before that of layers.0.wq.weight
-   20.0%  layers.1.wq.weight: issued when the gradient of layers.1.wq.weight is there, all-reduced before that of layers.0.wq.weight, awaited before that of tok.weight
-   20.0%  layers.0.wq.weight .. layers.0.norm.weight (2): issued when the gradient of layers.0.wq.weight is there, all-reduced before that of tok.weight, awaited at the end
-    0.0%  tok.weight: issued when the gradient of tok.weight is there, awaited at the end""",
+   60.0%  norm.weight .. out.weight (2): issued when complete, all-reduced before that of layers.1.wq.weight, awaited before that of layers.0.wq.weight
+   20.0%  layers.1.wq.weight: issued when complete, all-reduced before that of layers.0.wq.weight, awaited before that of tok.weight
+   20.0%  layers.0.wq.weight .. layers.0.norm.weight (2): issued when complete, all-reduced before that of tok.weight, awaited at the end
+    0.0%  tok.weight: issued when complete, awaited at the end""",
         )
 
     def test_two_buckets_ahead(self):
@@ -142,10 +143,10 @@ backward:
    20.0%  layers.1.wq.weight: issued at the start, awaited before layers.1.wq.weight is
    20.0%  layers.0.wq.weight .. layers.0.norm.weight (2): issued before out.weight is used, awaited before layers.0.norm.weight is
 reductions:
-   60.0%  norm.weight .. out.weight (2): issued when the gradient of norm.weight is there, awaited before that of layers.0.wq.weight
-   20.0%  layers.1.wq.weight: issued when the gradient of layers.1.wq.weight is there, awaited before that of tok.weight
-   20.0%  layers.0.wq.weight .. layers.0.norm.weight (2): issued when the gradient of layers.0.wq.weight is there, awaited at the end
-    0.0%  tok.weight: issued when the gradient of tok.weight is there, awaited at the end""",
+   60.0%  norm.weight .. out.weight (2): issued when complete, awaited before that of layers.0.wq.weight
+   20.0%  layers.1.wq.weight: issued when complete, awaited before that of tok.weight
+   20.0%  layers.0.wq.weight .. layers.0.norm.weight (2): issued when complete, awaited at the end
+    0.0%  tok.weight: issued when complete, awaited at the end""",
         )
 
     def test_nothing_ahead(self):
@@ -163,10 +164,10 @@ backward:
    20.0%  layers.1.wq.weight: issued and awaited before layers.1.wq.weight is used
    20.0%  layers.0.wq.weight .. layers.0.norm.weight (2): issued and awaited before layers.0.norm.weight is used
 reductions:
-   60.0%  norm.weight .. out.weight (2): issued when the gradient of norm.weight is there, awaited at once
-   20.0%  layers.1.wq.weight: issued when the gradient of layers.1.wq.weight is there, awaited at once
-   20.0%  layers.0.wq.weight .. layers.0.norm.weight (2): issued when the gradient of layers.0.wq.weight is there, awaited at once
-    0.0%  tok.weight: issued when the gradient of tok.weight is there, awaited at once""",
+   60.0%  norm.weight .. out.weight (2): issued when complete, awaited at once
+   20.0%  layers.1.wq.weight: issued when complete, awaited at once
+   20.0%  layers.0.wq.weight .. layers.0.norm.weight (2): issued when complete, awaited at once
+    0.0%  tok.weight: issued when complete, awaited at once""",
         )
 
     def test_as_a_file(self):
@@ -328,7 +329,7 @@ def test_bad_files_are_named_by_field(tmp_path, change, message):
     with pytest.raises(ValueError, match=re.escape(f"plan.json: {message}")):
         BucketPlan.load(path)
     path.write_text("{")
-    with pytest.raises(ValueError, match="plan.json: not JSON"):
+    with pytest.raises(ValueError, match=r"plan\.json: not JSON"):
         BucketPlan.load(path)
 
 
