@@ -21,6 +21,7 @@ import hashlib
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch.fx import Graph, Node
 from ._compat import default_store, group_ranks, has_side_effect, stands_alone
 from .collectives import MARK
 from .copies import LIBRARY
+from .order import PlanError
 
 log = logging.getLogger("simplefsdp")
 
@@ -93,9 +95,19 @@ def record(collectives: Iterable[Node], about: Sequence[str]) -> str:
 
 
 def with_sequence(old: str, collectives: Iterable[Node]) -> str:
-    """A record with another order of collectives."""
-    content = json.loads(old)
-    return json.dumps({**content, "sequence": json.loads(record(collectives, ()))["sequence"]})
+    """A record with another order of collectives.
+
+    Raises:
+        PlanError: they are not the same collectives.
+    """
+    content, sequence = json.loads(old), json.loads(record(collectives, ()))["sequence"]
+    for group in {**content["sequence"], **sequence}:
+        before, after = (Counter(lines.get(group, ())) for lines in (content["sequence"], sequence))
+        if before != after:
+            raise PlanError(
+                f"the plan is not carried out: lost {[*(before - after)]}, unasked for {[*(after - before)]}"
+            )
+    return json.dumps({**content, "sequence": sequence})
 
 
 def compare(lines: Mapping[str, Sequence[str]], deadline_s: float | None = None) -> None:

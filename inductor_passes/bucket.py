@@ -15,6 +15,7 @@ member that the graph does not gather (or reduce) is left out, and a collective 
 """
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -63,7 +64,12 @@ def assign(graph: Graph, gather_buckets: Sequence[Bucket], reduction_buckets: Se
 
 
 def bucket(graph: Graph) -> None:
-    """Merge gathers and reductions, each within the bucket that ``assign`` gave it."""
+    """Merge gathers and reductions, each within the bucket that ``assign`` gave it.
+
+    Raises:
+        PlanError: the result has not exactly one collective for the members of a bucket that are alike.
+    """
+    before = _fqns(graph)
     for members in _members(gathers(graph), Collective.gather_kind):
         _merge_gathers(graph, members)
     for members in _members(reductions(graph), Collective.reduction_kind):
@@ -71,6 +77,16 @@ def bucket(graph: Graph) -> None:
     # The results of a merged reduction are there later than the members' were: their users move behind it.
     stable_topological_sort(graph)
     graph.lint()
+    left = [*_members(gathers(graph), Collective.gather_kind), *_members(reductions(graph), Collective.reduction_kind)]
+    if left or _fqns(graph) != before:
+        lost = {fqn for fqn, _ in before - _fqns(graph)} | {member.fqns[0] for members in left for member in members}
+        raise PlanError(f"the plan is not carried out: not merged, or lost: {', '.join(sorted(lost))}")
+
+
+def _fqns(graph: Graph) -> Counter[tuple[str, bool]]:
+    """FQNs of all gathers, and of all reductions."""
+    found = {False: gathers(graph), True: reductions(graph)}
+    return Counter((fqn, reduces) for reduces, of in found.items() for collective in of for fqn in collective.fqns)
 
 
 def _members(found: list[Collective], kind: Callable[[Collective], Any]) -> list[list[Collective]]:

@@ -108,6 +108,16 @@ def order(items: Sequence[Item]) -> list[int]:
     return result
 
 
+def check_order(items: Sequence[Item]) -> None:
+    """Raise ``PlanError`` if ``items`` are not in the order of their plan."""
+    for i, due in enumerate(order(items)):
+        if i != due:
+            found, expected = (f"{items[n].kind} of {', '.join(items[n].fqns[:1]) or 'other values'}" for n in (i, due))
+            raise PlanError(
+                f"the plan is not carried out: at node {i} of {len(items)} there is {found}, not {expected}"
+            )
+
+
 def _late(items: Sequence[Item], late: int, done: Sequence[int]) -> str:
     """Blames what ``late`` waited for, or itself."""
     blamed = next((items[i] for i in reversed(done) if i in items[late].needs and items[i].bucket), items[late])
@@ -296,6 +306,7 @@ def order_graph(graph: Graph) -> None:
     output = graph.output_node()
     for i in order(items):
         output.prepend(nodes[i])
+    check_order(graph_items(graph)[1])
     for node, item in zip(nodes, items, strict=True):
         if item.kind in ("gathered", "reduced"):
             with graph.inserting_after(node):

@@ -8,7 +8,7 @@ from ._compat import inductor_ir, is_ordering_only, register_lowering
 from .agreement import AGREE, with_sequence
 from .collectives import MARK, WAIT
 from .copies import PACK_GRADIENTS, UNPACK_WEIGHTS
-from .order import Item, item_for, order
+from .order import Item, check_order, item_for, order
 
 
 def order_kernels(kernels: list[Any]) -> list[Any]:
@@ -18,6 +18,7 @@ def order_kernels(kernels: list[Any]) -> list[Any]:
         PlanError: see ``order``.
     """
     ordered = [kernels[i] for i in order(kernel_items(kernels))]
+    check_order(kernel_items(ordered))
     _update_record([kernel.node for kernel in ordered])
     return ordered
 

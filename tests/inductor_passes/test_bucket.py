@@ -1,5 +1,6 @@
 """Merging keeps values, packs in order, and merges what may be merged."""
 
+import json
 from typing import Any
 
 import expecttest
@@ -11,6 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
+from inductor_passes import bucket as bucket_pass
+from inductor_passes.agreement import record, with_sequence
 from inductor_passes.bucket import assign, bucket
 from inductor_passes.collectives import MARK, gathers, reductions
 from inductor_passes.copies import PACK_GRADIENTS, PACK_SHARDS
@@ -140,6 +143,27 @@ def test_a_collective_that_no_bucket_has_is_an_error_that_names_its_parameter():
         merge(graph, ["p1"])
     with pytest.raises(PlanError, match="reduces p1, but no bucket"):
         merge(graph, ["p0"])
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_what_was_not_merged_is_an_error(monkeypatch):
+    graph, _ = chains([GATHER, GATHER, ("avg", [2], torch.float32, "0", 0)])
+    monkeypatch.setattr(bucket_pass, "_merge_gathers", lambda *_: None)
+    with pytest.raises(PlanError, match="not merged, or lost: p0"):
+        merge(graph, ["p0", "p1"], ["p2"])
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_the_record_of_a_graph_whose_collectives_are_others_cannot_be_updated():
+    graph, _ = chains([GATHER, ("avg", [2], torch.float32, "0", 0)])
+    found = [*gathers(graph), *reductions(graph)]
+    old = record([c.node for c in found], [])
+    assert json.loads(with_sequence(old, [c.node for c in found[::-1]])) == {
+        **json.loads(old),
+        "sequence": {"0": json.loads(old)["sequence"]["0"][::-1]},
+    }
+    with pytest.raises(PlanError, match=r"lost \['reduce_scatter_tensor of float32\[6\] avg 3: p1'\]"):
+        with_sequence(old, [found[0].node])
 
 
 @pytest.mark.usefixtures("one_of_four")

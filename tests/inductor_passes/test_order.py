@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from torch._inductor.utils import run_and_get_code
 
-from inductor_passes.order import Bucket, Item, PlanError, graph_items, order
+from inductor_passes.order import Bucket, Item, PlanError, check_order, graph_items, order
 from simplefsdp import manual_plan, simple_fsdp
 from tests.graphs import WAIT, capture
 from tests.models import batch, tiny_llama
@@ -215,6 +215,17 @@ def test_a_bucket_with_points_that_the_graph_does_not_have_is_issued_at_the_star
         "reduced",
         "compute",
     ]
+
+
+def test_what_is_not_in_order_is_said():
+    program = Program()
+    weight = _add_gather(program, Bucket(("a",), None, "a"))["a"]
+    program.add(weight, reads_inputs=True)
+    check_order(program.items)
+    late = [Item(frozenset(), reads_inputs=True), *program.items]
+    moved = [late[0], *(item._replace(needs=frozenset(n + 1 for n in item.needs)) for item in late[1:])]
+    with pytest.raises(PlanError, match="at node 0 of 5 there is compute of other values, not"):
+        check_order(moved)
 
 
 def schedule(graph) -> str:

@@ -1,5 +1,6 @@
 """Training is bitwise FSDP2's, and close to a single process on the same global batch."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from simplefsdp import simple_fsdp
+from simplefsdp import BucketPlan, manual_plan, simple_fsdp
 from tests.models import batch, fsdp2, local, tiny_llama, train
 from tests.ranks import Ranks
 
@@ -23,17 +24,21 @@ POLICIES = {
 STEPS = 20
 
 
-def _ours(policy: MixedPrecisionPolicy, options: dict[str, Any] | None, model_changes: dict[str, Any]) -> Any:
+def _ours(
+    policy: MixedPrecisionPolicy, options: dict[str, Any] | None, model_changes: dict[str, Any], steps: int = STEPS
+) -> Any:
     model = simple_fsdp(tiny_llama(**model_changes), mp_policy=policy)
     forward = torch.compile(model, backend="simplefsdp", fullgraph=True, options=options) if options else model
-    return train(model, forward, STEPS, dist.get_rank())
+    return train(model, forward, steps, dist.get_rank())
 
 
-def _bitwise(policy_name: str, options: dict[str, Any] | None, model_changes: dict[str, Any]) -> None:
+def _bitwise(
+    policy_name: str, options: dict[str, Any] | None, model_changes: dict[str, Any], steps: int = STEPS
+) -> None:
     policy = POLICIES[policy_name]
     theirs = fsdp2(tiny_llama(**model_changes), policy)
-    expected = train(theirs, theirs, STEPS, dist.get_rank())
-    found = _ours(policy, options, model_changes)
+    expected = train(theirs, theirs, steps, dist.get_rank())
+    found = _ours(policy, options, model_changes, steps)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -45,6 +50,39 @@ def _bitwise(policy_name: str, options: dict[str, Any] | None, model_changes: di
 def test_training_on_two_ranks_is_bitwise_fsdp2(two_ranks: Ranks, lowering: str, policy: str) -> None:
     options = None if lowering == "eager" else {"lower_with": "aot_eager", "plan": lowering}
     two_ranks.run(_bitwise, policy, options, {})
+
+
+LLAMA = ["tok_embeddings", "layers.*", ["norm", "output"]]
+PLANS = {
+    "nothing ahead": manual_plan(LLAMA, prefetch=0),
+    "two buckets ahead": manual_plan(LLAMA, prefetch=2),
+    "halves of blocks": manual_plan(["layers.*.attention*", "layers.*.f*", ["tok_embeddings", "norm", "output"]]),
+    "all in one": manual_plan([["*"]]),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_any_plan_is_bitwise_fsdp2(two_ranks: Ranks, plan: str) -> None:
+    two_ranks.run(_bitwise, "bf16", {"lower_with": "aot_eager", "plan": PLANS[plan]}, {}, 5)
+
+
+def test_a_saved_plan_is_carried_out_again(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_saved, str(tmp_path))
+
+
+def _saved(folder: str) -> None:
+    options = {"lower_with": "aot_eager", "plan": PLANS["halves of blocks"], "report_dir": folder}
+    expected = _ours(POLICIES["bf16"], options, {}, 3)
+    dist.barrier()
+    (path,) = Path(folder).rglob("plan.json")
+    for plan in (str(path), BucketPlan.load(path)):
+        torch._dynamo.reset()
+        found = _ours(POLICIES["bf16"], {"lower_with": "aot_eager", "plan": plan}, {}, 3)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    with pytest.raises(
+        Exception, match=r"layers.1.feed_forward.w1.weight: shape \(50, 36\) in the plan, \(52, 36\) in"
+    ):
+        _ours(POLICIES["bf16"], {"lower_with": "aot_eager", "plan": path}, {"ffn_dim": 52}, 1)
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
