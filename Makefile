@@ -1,6 +1,9 @@
-# Everything runs in a virtual environment of its own, with the versions of constraints.txt.
+# Everything runs in a virtual environment of its own, with the versions of constraints.txt. Another torch has another
+# environment: make test TORCH=2.15.0
+PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH ?= $(PINNED)
 PYTHON ?= python3
-VENV ?= .venv
+VENV ?= .venv$(if $(filter-out $(PINNED),$(TORCH)),-torch$(TORCH))
 RANKS ?= 2
 ARGS ?=
 INSTALLED = $(VENV)/.installed
@@ -25,8 +28,9 @@ bench: $(INSTALLED)
 
 $(INSTALLED): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(VENV)/bin/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) out
+	rm -rf .venv* out

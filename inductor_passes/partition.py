@@ -8,7 +8,6 @@ gather reads (padded and cast, the same shape on every rank), and the steps in b
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
@@ -17,14 +16,7 @@ from ._compat import Halves, min_cut_rematerialization_partition, opaque_objects
 from .collectives import Collective, gathers, reductions, source_chain
 
 _SOURCE = "simplefsdp_source"
-
-
-@dataclass(frozen=True)
-class _Source:
-    """What leads from a shard to its gather, as a graph of its own, and the shard's value."""
-
-    steps: Graph
-    value: Any
+"""Where a folded gather keeps what led to it from its shard, a graph, and the shard's placeholder its own value."""
 
 
 def partition(
@@ -48,6 +40,9 @@ def partition(
         _set_group(reduction.node, (reduction.options[-1], reduction.fqns))
     forward, backward = partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     for half in (forward, backward):
+        for shard in half.graph.find_nodes(op="placeholder"):
+            if _SOURCE in shard.meta:  # also where nothing gathers it
+                shard.meta["val"] = shard.meta.pop(_SOURCE)
         for gather in gathers(half.graph):
             if _SOURCE in gather.node.meta:
                 _unfold(gather.node)
@@ -72,7 +67,7 @@ def _fold(shard: Node, gather: Node) -> None:
     copies = {shard: steps.placeholder("shard")}
     for node in chain:
         copies[node] = steps.node_copy(node, lambda n: copies[n])
-    gather.meta[_SOURCE] = _Source(steps, shard.meta["val"])
+    gather.meta[_SOURCE], shard.meta[_SOURCE] = steps, shard.meta["val"]
     shard.meta["val"] = gather.all_input_nodes[0].meta["val"]
     gather.replace_input_with(gather.all_input_nodes[0], shard)
     for node in reversed(chain):
@@ -81,13 +76,12 @@ def _fold(shard: Node, gather: Node) -> None:
 
 
 def _unfold(gather: Node) -> None:
-    source: _Source = gather.meta.pop(_SOURCE)
+    steps: Graph = gather.meta.pop(_SOURCE)
     (shard,) = gather.all_input_nodes
-    shard.meta["val"] = source.value
     copies: dict[Node, Node] = {}
     last = shard
     with gather.graph.inserting_before(gather):
-        for node in source.steps.nodes:
+        for node in steps.nodes:
             last = shard if node.op == "placeholder" else gather.graph.node_copy(node, lambda n: copies[n])
             copies[node] = last
     gather.replace_input_with(shard, last)
