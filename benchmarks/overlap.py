@@ -23,7 +23,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +111,12 @@ def run(name: str, systems: list[str], rounds: int) -> dict[str, Any]:
             device=torch.device("cpu"),
             parallelism=Parallelism(mesh, MixedPrecisionPolicy(), reshard_after_forward=True),
         )
-        torch.compile(torch.neg)(torch.ones(2))  # imports and what else only the first compilation in a process pays
         trials = []
         failed = {}
         every = systems_for(chosen)
+        with fresh_compile_cache():  # imports and what else only the first compilation in a process pays
+            small = replace(workload, build=lambda: llama.build("debug", dim=16, layers=1, ffn_dim=16), seq=8)
+            Trial("warm up", every["none"], small, world).step(chosen)
         for system in systems:
             with fresh_compile_cache(), restored_config():
                 try:

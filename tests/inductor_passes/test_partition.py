@@ -9,6 +9,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
+from inductor_passes._compat import parameter_inputs
 from inductor_passes.collectives import source_chain
 from simplefsdp import simple_fsdp
 from tests.graphs import ALL_GATHER, PARTITIONERS, REDUCE_SCATTER, capture, nodes
@@ -104,8 +105,12 @@ def test_inductor_generates_the_same_sequence_on_every_rank():
 def test_what_leads_to_a_gather_is_in_both_halves_and_shards_keep_their_shapes():
     model = simple_fsdp(tiny_llama(layers=1, ffn_dim=9), mp_policy=BF16)
     captured = capture(model, *batch(0, 0))
-    shapes = {p.to_local().shape for p in model.parameters()}
+    shards = {fqn: p.to_local().shape for fqn, p in model.named_parameters()}
+    shapes = set(shards.values())
     for graph in (captured.forward, captured.backward):
+        for index, shard in parameter_inputs(graph).items():
+            # Also of the embedding, which backward does not gather.
+            assert shard.meta["val"].shape == shards[captured.params[index].fqn]
         for gather in nodes(graph, ALL_GATHER):
             (cast,) = gather.all_input_nodes
             assert cast.meta["val"].dtype is torch.bfloat16

@@ -79,9 +79,7 @@ def _saved(folder: str) -> None:
         torch._dynamo.reset()
         found = _ours(POLICIES["bf16"], {"lower_with": "aot_eager", "plan": plan}, {}, 3)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    with pytest.raises(
-        Exception, match=r"1.feed_forward.w1.weight: shape \(50, 36\) in the plan, \(52, 36\) in"
-    ):
+    with pytest.raises(Exception, match=r"1.feed_forward.w1.weight: shape \(50, 36\) in the plan, \(52, 36\) in"):
         _ours(POLICIES["bf16"], {"lower_with": "aot_eager", "plan": path}, {"ffn_dim": 52}, 1)
 
 
