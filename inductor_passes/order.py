@@ -174,18 +174,19 @@ def _places(items: Sequence[Item]) -> _Places:
             copy_in.add(i)
     copy_out: set[int] = set()
     main: dict[int, int] = {}
-    weights: list[frozenset[str]] = []
+    weights: list[tuple[str, ...]] = []
     use: dict[str, int] = {}
     for i, item in enumerate(items):
-        read: frozenset[str] = frozenset().union(*(weights[need] for need in item.needs))
-        weights.append(frozenset(item.weights) or read)
+        # In the order of the nodes: sets of strings have another order in every process, and ranks must agree.
+        read = tuple(dict.fromkeys(fqn for need in sorted(item.needs) for fqn in weights[need]))
+        weights.append(item.weights or read)
         if item.kind != "compute" or i in copy_in:
             continue
         received = (n in copy_out or items[n].kind in ("gathered", "reduced") for n in item.needs)
         if item.needs and not item.reads_inputs and all(received):
             copy_out.add(i)
             continue
-        weights[i] = frozenset()
+        weights[i] = ()
         main[i] = len(main)
         for fqn in read:
             use.setdefault(fqn, main[i])

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from torch._inductor.utils import run_and_get_code
 
-from inductor_passes.order import Bucket, Item, PlanError, check_order, graph_items, order
+from inductor_passes.order import Bucket, Item, PlanError, check_order, first_uses, graph_items, order
 from simplefsdp import manual_plan, simple_fsdp
 from tests.graphs import WAIT, capture
 from tests.models import batch, tiny_llama
@@ -215,6 +215,14 @@ def test_a_bucket_with_points_that_the_graph_does_not_have_is_issued_at_the_star
         "reduced",
         "compute",
     ]
+
+
+def test_what_one_node_uses_first_is_in_the_order_of_the_graph_on_every_rank():
+    program = Program()
+    fqns = [f"layers.{i}" for i in (3, 1, 4, 5, 9, 2, 6, 8)]
+    weights = [_add_gather(program, Bucket((fqn,), None, fqn))[fqn] for fqn in fqns]
+    program.add(*weights, reads_inputs=True)
+    assert first_uses(program.items) == fqns
 
 
 def test_what_is_not_in_order_is_said():
