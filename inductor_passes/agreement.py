@@ -123,14 +123,22 @@ def compare(lines: Mapping[str, Sequence[str]], deadline_s: float | None = None)
 
 def forget_failures() -> None:
     """Where a process goes on after such an error (a test, a notebook): on all ranks, when all have had theirs."""
-    store = dist.PrefixStore("simplefsdp", default_store())
-    keys = [f"failed/{rank}" for rank in range(dist.get_world_size())]
-    _known_failures.update(store.get(key).decode() for key in keys if store.check([key]))
+    store = _store()
+    _known_failures.update(_get(store, f"failed/{rank}") for rank in range(dist.get_world_size()))
+
+
+def _store() -> Any:
+    return dist.PrefixStore("simplefsdp", default_store())
+
+
+def _get(store: Any, key: str) -> str:
+    """The value of ``key``, empty if it has none."""
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 class _Meeting:
     def __init__(self, groups: Mapping[str, str]):
-        self.store = dist.PrefixStore("simplefsdp", default_store())
+        self.store = _store()
         self.me = dist.get_rank()
         self.groups = groups
         self.digests = {group: _digest(text) for group, text in groups.items()}
@@ -167,15 +175,17 @@ class _Meeting:
 
     def _look_for_trouble(self, group: str, rank: int) -> None:
         mine = self.digests[group]
-        theirs = json.loads(self._get(f"now/{rank}") or "{}").get(group, mine)
-        failed = self._get(f"failed/{rank}")
+        theirs = json.loads(_get(self.store, f"now/{rank}") or "{}").get(group, mine)
+        failed = _get(self.store, f"failed/{rank}")
         if failed and failed not in _known_failures:
             failure = json.loads(failed)
             theirs = failure["digests"].get(group, mine)
             if theirs == mine:
                 raise _Disagreement(f"rank {rank} gave up: {failure['why']}")
         if theirs != mine and not self.store.check([f"{group}/{theirs}/{self.me}"]):
-            raise _Disagreement(_difference(self.groups[group], self._get(f"{group}/{theirs}/{rank}"), self.me, rank))
+            raise _Disagreement(
+                _difference(self.groups[group], _get(self.store, f"{group}/{theirs}/{rank}"), self.me, rank)
+            )
 
     def _give_up(self, why: str) -> None:
         """Say so, and stay for a while: the store may be this process's."""
@@ -184,14 +194,11 @@ class _Meeting:
         others = {rank for group in self.groups for rank in group.split() if int(rank) != self.me}
         while others and time.monotonic() < until:
             for rank in list(others):
-                failed = self._get(f"failed/{rank}")
+                failed = _get(self.store, f"failed/{rank}")
                 if failed and failed not in _known_failures:
                     _known_failures.add(failed)
                     others.remove(rank)
             time.sleep(0.01)
-
-    def _get(self, key: str) -> str:
-        return self.store.get(key).decode() if self.store.check([key]) else ""
 
 
 class _Disagreement(Exception):

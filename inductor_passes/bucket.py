@@ -34,6 +34,7 @@ from .collectives import (
     REDUCE_SCATTER,
     WAIT,
     Collective,
+    erase_upwards,
     gathers,
     reductions,
     source_chain,
@@ -172,18 +173,7 @@ def _replace(members: list[Collective], results: list[Node]) -> None:
     views = [_view(result, list(_val(member.node).shape)) for member, result in zip(members, results, strict=True)]
     for member, view in zip(members, views, strict=True):
         member.result.replace_all_uses_with(view)
-        _erase(member)
-
-
-def _erase(collective: Collective) -> None:
-    if collective.then:
-        _erase(collective.then)
-    node = collective.input
-    collective.node.graph.erase_node(collective.wait)
-    collective.node.graph.erase_node(collective.node)
-    while not node.users and node.target in (*COPIES, *PADS, *CASTS):
-        node, done = node.all_input_nodes[0], node
-        done.graph.erase_node(done)
+        erase_upwards(member.result)
 
 
 def _view(node: Node, shape: list[int]) -> Node:

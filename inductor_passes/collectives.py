@@ -197,7 +197,7 @@ def _merge_gathers(param: GraphParameter, found: list[Node]) -> None:
             continue
         wait = _wait_of(gather)
         wait.replace_all_uses_with(_wait_of(twin))
-        _erase_upwards(wait)
+        erase_upwards(wait)
 
 
 def _same_result(a: Node, b: Node) -> bool:
@@ -209,7 +209,7 @@ def _step(node: Node) -> tuple:
     return node.target, node.args[1:], node.kwargs
 
 
-def _erase_upwards(node: Node) -> None:
+def erase_upwards(node: Node) -> None:
     """Erase ``node`` and whatever of its unary chain has no other user."""
     while node.op == "call_function" and not node.users:
         inputs = node.all_input_nodes
@@ -317,4 +317,4 @@ def _erase_tree(node: Node) -> None:
         for term in terms:
             _erase_tree(term)
     else:
-        _erase_upwards(node)
+        erase_upwards(node)

@@ -5,6 +5,7 @@ A ``BucketPlan`` is exact, hashed, and saved as JSON; ``wrap.py`` makes one of w
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ class BucketPlan:
 
     def explain(self) -> str:
         """The plan for people: a line for each bucket."""
-        numel = {fqn: _product(shape) for fqn, shape in self.parameters}
+        numel = {fqn: math.prod(shape) for fqn, shape in self.parameters}
         total = sum(numel.values())
         lines = [
             f"plan {self.hash}: {len(self.parameters)} parameters, {total:,} elements; {len(self.forward)} gathers in "
@@ -154,13 +155,6 @@ class BucketPlan:
             points = [issued.get(fqn, len(issued)) for fqn in (bucket.then, bucket.wait) if fqn]
             if points != sorted(points) or (points and points[0] < i):
                 raise ValueError(f"plan: reductions[{i}]: its points come before what they wait for")
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def _span(fqns: tuple[str, ...]) -> str:
