@@ -308,13 +308,4 @@ def order_graph(graph: Graph) -> None:
     for i in order(items):
         output.prepend(nodes[i])
     check_order(graph_items(graph)[1])
-    for node, item in zip(nodes, items, strict=True):
-        if item.kind in ("gathered", "reduced"):
-            with graph.inserting_before(output):
-                graph.call_function(_in_use, (_source(_source(node)),))
     graph.lint()
-
-
-def _in_use(_buffer: object) -> None:
-    """Until here a collective may hold its input: a graph frees what no later node mentions, and gloo's threads let go
-    of it some time after the wait. For the end of the graph, since who lowers with aot_eager is after numerics."""

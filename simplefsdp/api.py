@@ -25,6 +25,7 @@ from .checks import (
     check_types,
 )
 from .controls import check_divide_factor
+from .gloo import run_in_order
 from .parametrization import ShardedModule, State, parametrize
 from .sharding import (
     Communication,
@@ -131,6 +132,8 @@ def simple_fsdp(
     sharded: dict[int, tuple[nn.Parameter, ShardedParameter]] = {}
     for fqn, info in known.items():
         sharded[id(params[fqn])] = params[fqn], replace(info, fqn=fqn, model=sharded_model)
+    for i in range(mesh.ndim):
+        run_in_order(mesh.get_group(i))
     shard_group, replica_group = _groups(mode, mesh)
     for fqn, param in new.items():
         comm = Communication(
