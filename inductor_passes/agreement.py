@@ -17,6 +17,7 @@ will wait forever: that is a mismatch, found at once.
 ``failed/<rank>``: why a rank gave up and when, for those that wait for it; what was seen once is an old story.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -34,6 +35,7 @@ from ._compat import default_store, group_ranks, has_side_effect, stands_alone
 from .collectives import MARK
 from .copies import LIBRARY
 from .order import PlanError
+from .report import Report, restore
 
 log = logging.getLogger("simplefsdp")
 
@@ -54,11 +56,16 @@ def agree(_any: Tensor, record: str) -> Tensor:
     Raises:
         RuntimeError: a rank of one of the record's groups has another one, or does not come before the deadline.
     """
+    content = _parse(record)
     if record not in _agreed:
-        content = json.loads(record)
         compare({group: [*content["about"], *lines] for group, lines in content["sequence"].items()})
         _agreed.add(record)
+    if "report" in content:
+        restore(**content["report"])
     return _any.new_empty(0)
+
+
+_parse = functools.cache(json.loads)
 
 
 LIBRARY.define("agree(Tensor any, str record) -> Tensor", tags=(torch.Tag.flexible_layout,))
@@ -68,20 +75,23 @@ AGREE = torch.ops.simplefsdp.agree.default
 has_side_effect(AGREE)
 
 
-def add_record(graph: Graph, about: Sequence[str]) -> None:
-    """Let ``graph`` begin with the comparison of its collectives, in the order they are in, and of ``about``."""
+def add_record(graph: Graph, about: Sequence[str], report: Report | None = None) -> None:
+    """Let ``graph`` begin with the comparison of its collectives, in the order they are in, and of ``about``.
+
+    ``report``: to keep with the graph.
+    """
     collectives = [node for node in graph.nodes if MARK in node.meta]
     if not collectives:
         return
     first = next(node for node in graph.nodes if node.op != "placeholder")
     given = next(n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta["val"], Tensor))
     with graph.inserting_before(first):
-        node = graph.call_function(AGREE, (given, record(collectives, about)))
+        node = graph.call_function(AGREE, (given, record(collectives, about, report)))
     node.meta["val"] = given.meta["val"].new_empty(0)
     graph.lint()
 
 
-def record(collectives: Iterable[Node], about: Sequence[str]) -> str:
+def record(collectives: Iterable[Node], about: Sequence[str], report: Report | None = None) -> str:
     """The record of a graph that issues ``collectives`` in this order."""
     sequence: dict[str, list[str]] = {}
     for node in collectives:
@@ -91,7 +101,8 @@ def record(collectives: Iterable[Node], about: Sequence[str]) -> str:
         name = str(node.target).split(".")[-2].removesuffix("_")  # it may work in place by now
         line = f"{name} of {dtype}[{value.numel()}] {' '.join(map(str, options))}: {', '.join(node.meta[MARK])}"
         sequence.setdefault(group, []).append(line)
-    return json.dumps({"about": [f"torch {torch.__version__}", *about], "sequence": sequence})
+    content: dict[str, Any] = {"about": [f"torch {torch.__version__}", *about], "sequence": sequence}
+    return json.dumps(content if report is None else {**content, "report": report.packed()})
 
 
 def with_sequence(old: str, collectives: Iterable[Node]) -> str:

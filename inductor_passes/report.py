@@ -1,6 +1,12 @@
-"""Graphs as text, one line a node, so that a ``diff`` of two files shows what a pass did."""
+"""Graphs as text, one line a node, so that a ``diff`` of two files shows what a pass did.
 
-from dataclasses import dataclass
+What was written while a graph was compiled is part of the graph's record (``agreement.py``), and so of the compile
+cache's entry: where that is found no pass runs, and the first run of the graph writes the same files.
+"""
+
+import base64
+import json
+import zlib
 from pathlib import Path
 
 import torch
@@ -9,11 +15,16 @@ from torch.fx import Graph, Node
 from .collectives import MARK
 
 
-@dataclass(frozen=True)
 class Report:
-    """A folder that a compilation's graphs are written to, in pipeline order."""
+    """What a compilation's graphs were, before and after each pass, in pipeline order."""
 
-    folder: Path
+    def __init__(self, key: str, folder: Path | None):
+        """``key``: that of the compilation in the cache. ``folder``: where to write, if this rank does."""
+        self.key = key
+        self.folder = folder
+        self._texts: dict[str, str] = {}
+        self._restored: set[str] = set()
+        _reports[key] = self
 
     def write(self, step: str, graph: Graph) -> None:
         """Write ``graph`` to ``<folder>/<step>.txt``."""
@@ -21,8 +32,29 @@ class Report:
 
     def write_text(self, name: str, text: str) -> None:
         """Write ``text`` to ``<folder>/<name>``."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / name).write_text(text)
+        self._texts[name] = text
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).write_text(text)
+
+    def packed(self) -> dict[str, str]:
+        """All of it until now, for ``restore``."""
+        files = zlib.compress(json.dumps(self._texts).encode())
+        return {"key": self.key, "files": base64.b64encode(files).decode()}
+
+
+_reports: dict[str, Report] = {}
+"""The latest of each compilation in this process."""
+
+
+def restore(key: str, files: str) -> None:
+    """Write what a ``packed`` report holds and no pass of this process has written, if this process wants it."""
+    report = _reports.get(key)
+    if report is not None and files not in report._restored:
+        report._restored.add(files)
+        for name, text in json.loads(zlib.decompress(base64.b64decode(files))).items():
+            if name not in report._texts:
+                report.write_text(name, text)
 
 
 def render(graph: Graph) -> str:

@@ -44,7 +44,6 @@ from inductor_passes.partition import partition
 from inductor_passes.recompute import tag
 from inductor_passes.report import Report
 
-from . import sharding
 from ._messages import unknown
 from .plan import BucketPlan, Uses
 from .recompute import CHANGED_WHILE_WHOLE
@@ -72,8 +71,8 @@ class Options:
     profile: None = None
     """Not there yet."""
     report_dir: str | None = None
-    """Folder for the graphs before and after each pass, as text, written by rank 0, which then does not use
-    the compile cache: a cached artifact has no passes to show."""
+    """Folder for the plan and for the graphs before and after each pass, as text, written by rank 0: while compiling,
+    or, where the compile cache has the graph, when it first runs."""
     lower_with: str = "inductor"
     """``"aot_eager"``: no decompositions and no fusion, the same collectives; for numerics work."""
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -202,10 +201,10 @@ class Passes:
     """That a request asks for, of all parameters."""
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     """FQN and shape of all parameters of the models, in registration order."""
-    shapes: tuple[tuple[int, ...], ...]
-    """Of this rank's shards: torch's own key knows only those of the whole parameters, and ranks share a cache."""
     about: tuple[str, ...]
     """What ranks must have in common, besides the collectives."""
+    key: str
+    """For the compile cache: all that the passes depend on, and their own source."""
     report: Report | None
 
     def on_joint(self, graph: Graph) -> None:
@@ -252,60 +251,51 @@ class Passes:
         bucket(graph)
         if order and self.request is not None:
             order_graph(graph)
-        add_record(graph, self.about)
         self._write(f"{first + 1}_{kind}_after_bucket", graph)
-
-    def uuid(self) -> str | None:
-        """Key for the compile cache: all that the passes depend on, and their own source."""
-        if self.report is not None:
-            return None
-        plan = self.request.hash if isinstance(self.request, BucketPlan) else self.request and self.request.prefetch
-        inputs = repr((sorted(self.params.items()), plan, self.buckets, self.parameters, self.shapes, self.about))
-        return hashlib.sha256(_source_hash() + inputs.encode()).hexdigest()
+        add_record(graph, self.about, self.report)
 
     def _write(self, step: str, graph: Graph) -> None:
         if self.report is not None:
             self.report.write(step, graph)
 
 
-class _OnJoint(CustomGraphPass):
+class _Pass:
+    """In a slot of Inductor's configuration, which is copied, and pickled for the key of the compile cache. All slots
+    share their passes, and where the report goes is not in the key."""
+
     def __init__(self, passes: Passes):
         self.passes = passes
 
+    def __deepcopy__(self, _memo: Any) -> "_Pass":
+        return self
+
+    def __getstate__(self) -> str:
+        return self.passes.key
+
+    def uuid(self) -> str:
+        return self.passes.key
+
+
+class _OnJoint(_Pass, CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         self.passes.on_joint(graph)
 
-    def uuid(self) -> str | None:
-        return self.passes.uuid()
 
-
-class _Partitioner(CustomPartitionerFn):
-    def __init__(self, passes: Passes):
-        self.passes = passes
-
+class _Partitioner(_Pass, CustomPartitionerFn):
     def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Halves:
         return self.passes.on_partition(gm, joint_inputs, **kwargs)
 
-    def uuid(self) -> bytes:
-        return _source_hash()
 
-
-class _OnEachHalf(_OnJoint):
+class _OnEachHalf(_Pass, CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         self.passes.on_each_half(graph)
 
 
-class _OnKernels(CustomSchedulerPass):
-    def __init__(self, passes: Passes):
-        self.passes = passes
-
+class _OnKernels(_Pass, CustomSchedulerPass):
     def __call__(self, kernels: list[Any]) -> list[Any]:
         from inductor_passes.scheduler import order_kernels
 
         return order_kernels(kernels)
-
-    def uuid(self) -> str | None:
-        return self.passes.uuid()
 
 
 def passes_for(example_inputs: Sequence[Any], options: Options) -> Passes:
@@ -334,10 +324,6 @@ def passes_for(example_inputs: Sequence[Any], options: Options) -> Passes:
         for index, info in found.items()
     }
     _warn_of_parameters_that_are_not_sharded(example_inputs, bool(found))
-    report = None
-    if options.report_dir is not None and (not dist.is_initialized() or dist.get_rank() == 0):
-        report = Report(Path(options.report_dir) / f"graph_{compile_id()}")
-    shapes = tuple(tuple(example_inputs[index]._local_tensor.shape) for index in params)
     about = (
         f"simplefsdp {_source_hash().hex()[:16]}",
         *(_line(params[index], info, example_inputs[index]) for index, info in found.items()),
@@ -345,7 +331,16 @@ def passes_for(example_inputs: Sequence[Any], options: Options) -> Passes:
         *(f"inductor {name}={_stable(value)}" for name, value in sorted(options.inductor.items())),
         f"plan {request.hash if isinstance(request, BucketPlan) else request.name if request else 'none'}",
     )
-    return Passes(params, request, tuple(buckets), tuple(parameters), shapes, about, report)
+    # Torch's own key knows only the shapes of whole parameters, and ranks share a cache.
+    shapes = [tuple(example_inputs[index]._local_tensor.shape) for index in params]
+    points = request.prefetch if isinstance(request, Request) else None
+    inputs = repr((sorted(params.items()), points, buckets, parameters, shapes, about, options.report_dir is not None))
+    key = hashlib.sha256(_source_hash() + inputs.encode()).hexdigest()
+    report = None
+    if options.report_dir is not None:
+        writes = not dist.is_initialized() or dist.get_rank() == 0
+        report = Report(key, Path(options.report_dir) / f"graph_{compile_id()}" if writes else None)
+    return Passes(params, request, tuple(buckets), tuple(parameters), about, key, report)
 
 
 def _line(param: GraphParameter, info: ShardedParameter, value: Any) -> str:
@@ -391,8 +386,8 @@ def _refuse_changed_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> N
 
 @functools.cache
 def _source_hash() -> bytes:
-    files = [Path(__file__), Path(sharding.__file__), *Path(inductor_passes.__path__[0]).glob("*.py")]
-    return get_hash_for_files(tuple(sorted(map(str, files))))
+    folders = Path(__file__).parent, Path(inductor_passes.__path__[0])
+    return get_hash_for_files(tuple(sorted(str(file) for folder in folders for file in folder.glob("*.py"))))
 
 
 @functools.cache

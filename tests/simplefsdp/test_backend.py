@@ -5,13 +5,16 @@ import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import fresh_cache
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from simplefsdp import simple_fsdp
+import inductor_passes
+from simplefsdp import BucketPlan, backend, manual_plan, plan, simple_fsdp, wrap
 from simplefsdp.backend import Options, parse_options, passes_for
 from tests.models import batch, tiny_llama
 from tests.ranks import fake_group
@@ -115,7 +118,7 @@ def test_inductor_options_reach_inductor():
 
 def _key(policy=None, options=None, reshard=True):
     model = simple_fsdp(tiny_llama(), mp_policy=policy, reshard_after_forward=reshard)
-    return passes_for(list(model.parameters()), parse_options(options)).uuid()
+    return passes_for(list(model.parameters()), parse_options(options)).key
 
 
 def test_ranks_share_cache_entries_only_where_their_shards_have_the_same_shapes():
@@ -141,26 +144,63 @@ def test_the_cache_key_holds_what_the_passes_depend_on():
 
 
 @one_of_four
-def test_a_report_shows_each_graph_before_and_after_each_pass(tmp_path):
-    torch._dynamo.reset()
+def test_the_cache_key_holds_plan_options_and_whether_there_is_a_report(tmp_path):
+    options = [
+        {"plan": "block"},
+        {"plan": manual_plan(["layers.*"], prefetch=0)},
+        {"plan": manual_plan(["layers.*"], prefetch=1)},
+        {"plan": manual_plan([["layers.*"]], prefetch=1)},
+        {"plan": "block", "report_dir": str(tmp_path)},
+        {"plan": "block", "inductor": {"max_autotune": True}},
+    ]
+    keys = [_key(options=each) for each in options]
+    assert len(set(keys)) == len(options)
+    assert keys == [_key(options=each) for each in options]
+
+
+@one_of_four
+def test_a_change_of_the_source_is_another_cache_key(monkeypatch):
+    """Of any file that a plan or a pass depends on."""
+    hashed = []
+    monkeypatch.setattr(backend, "get_hash_for_files", lambda files: hashed.extend(files) or b"other")
+    before = _key()
+    backend._source_hash.cache_clear()
+    try:
+        assert _key() != before
+    finally:
+        backend._source_hash.cache_clear()
+    passes = Path(inductor_passes.__path__[0]).glob("*.py")
+    assert {str(path) for path in passes} | {backend.__file__, plan.__file__, wrap.__file__} <= set(hashed)
+
+
+@one_of_four
+def test_a_report_shows_each_graph_before_and_after_each_pass_also_from_a_warm_cache(tmp_path):
     model = simple_fsdp(tiny_llama(layers=1))
-    options = {"plan": "block", "report_dir": str(tmp_path)}
-    for _ in range(2):  # the second time the caches are warm, and must not hide the passes
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend="simplefsdp", options=options, fullgraph=True)
-        compiled(*batch(0, 0)).backward()
-        written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.txt"))
-        assert written == [
-            "graph_0_0/1_joint_before_identify.txt",
-            "graph_0_0/2_joint_after_identify.txt",
-            "graph_0_0/3_forward_before_bucket.txt",
-            "graph_0_0/4_forward_after_bucket.txt",
-            "graph_0_0/5_backward_before_bucket.txt",
-            "graph_0_0/6_backward_after_bucket.txt",
-        ]
-        before, after = ((tmp_path / written[i]).read_text() for i in (4, 5))
-        assert before.count("reduce_scatter_tensor.default(") == 12
-        assert after.count("reduce_scatter_tensor.default(") == 3
-        assert "# layers.0.attention.wq.weight, layers.0.attention.wk.weight" in after
-        for path in tmp_path.rglob("*.txt"):
-            path.unlink()
+    counters = torch._dynamo.utils.counters["aot_autograd"]
+    found = []
+    with fresh_cache():
+        for folder in (tmp_path / "cold", tmp_path / "warm"):
+            torch._dynamo.reset()
+            counters.clear()
+            options = {"plan": "block", "report_dir": str(folder)}
+            compiled = torch.compile(model, backend="simplefsdp", options=options, fullgraph=True)
+            for _ in range(2):
+                compiled(*batch(0, 0)).backward()
+            found.append({path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.*")})
+            assert counters["autograd_cache_hit"] == (folder.name == "warm")
+    cold, warm = found
+    assert cold == warm
+    assert sorted(cold) == [
+        "graph_0_0/1_joint_before_identify.txt",
+        "graph_0_0/2_joint_after_identify.txt",
+        "graph_0_0/3_forward_before_bucket.txt",
+        "graph_0_0/4_forward_after_bucket.txt",
+        "graph_0_0/5_backward_before_bucket.txt",
+        "graph_0_0/6_backward_after_bucket.txt",
+        "graph_0_0/plan.json",
+    ]
+    before, after = (cold[f"graph_0_0/{name}.txt"] for name in ("5_backward_before_bucket", "6_backward_after_bucket"))
+    assert before.count("reduce_scatter_tensor.default(") == 12
+    assert after.count("reduce_scatter_tensor.default(") == 3
+    assert "# layers.0.attention.wq.weight, layers.0.attention.wk.weight" in after
+    assert len(BucketPlan.from_json(cold["graph_0_0/plan.json"]).reductions) == 3
