@@ -5,7 +5,7 @@ Everything here exists under the same name in 2.11, 2.13 and 2.15.
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -47,6 +47,7 @@ __all__ = [
     "default_store",
     "dispatch_modes",
     "dtensor",
+    "dtypes_of",
     "get_eval_frame_callback",
     "get_hash_for_files",
     "group_ranks",
@@ -205,6 +206,16 @@ def stands_alone(name: str) -> bool:
 
 def _group(name: str) -> Any:
     return torch.distributed.distributed_c10d._resolve_process_group(cast(Any, name))
+
+
+def dtypes_of(dtypes: Sequence[torch.dtype | int]) -> list[torch.dtype]:
+    """What an operator written in Python gets for a ``ScalarType[]``: before 2.12 these are numbers."""
+    return [dtype if isinstance(dtype, torch.dtype) else _dtype(dtype) for dtype in dtypes]
+
+
+@functools.cache
+def _dtype(number: int) -> torch.dtype:
+    return torch.ops.aten.empty.memory_format([0], dtype=cast(Any, number), device="meta").dtype
 
 
 def inductor_ir() -> Any:

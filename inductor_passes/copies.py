@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ._compat import dtypes_of
+
 LIBRARY = torch.library.Library("simplefsdp", "DEF")
 """Of the operators that our graphs contain."""
 _ALIGNMENT = 16
@@ -27,6 +29,7 @@ def pack_shards(shards: Sequence[Tensor], numels: Sequence[int], dtypes: Sequenc
     Of the members' dtype, (sum of numels,), if they have the same; else of bytes, (sum of sizes, each rounded up to
     16,).
     """
+    dtypes = dtypes_of(dtypes)
     uniform = len({*dtypes, *(shard.dtype for shard in shards)}) == 1
     if uniform and [shard.numel() for shard in shards] == list(numels):
         return torch.cat([shard.reshape(-1) for shard in shards])
@@ -43,6 +46,7 @@ def pack_shards(shards: Sequence[Tensor], numels: Sequence[int], dtypes: Sequenc
 
 def unpack_weights(buffer: Tensor, ranks: int, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """What all ranks' ``pack_shards`` put in: of each member (ranks * numel,), in an allocation of its own."""
+    dtypes = dtypes_of(dtypes)
     rows = buffer.view(ranks, buffer.numel() // ranks)
     parts = rows.split(_sizes(numels, dtypes), dim=1)
     out = [buffer.new_empty(ranks, numel, dtype=dtype) for numel, dtype in zip(numels, dtypes, strict=True)]

@@ -246,7 +246,9 @@ def stand_in(param: DTensor, comm: Communication) -> Tensor:
 
 def gather(param: DTensor, comm: Communication, stand: Tensor) -> Tensor:
     """The full weight of a sharded parameter, in ``param_dtype``; its gradient flows to ``stand``."""
-    return _Gather.apply(stand, param.to_local(), comm)
+    with torch.no_grad():  # before torch 2.12, to_local has a gradient of zeros where it has none
+        local = param.to_local()
+    return _Gather.apply(stand, local, comm)
 
 
 @torch.compiler.allow_in_graph
