@@ -37,6 +37,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 __all__ = [
     "NOTHING_ELSE_MOVES",
     "OUT_FORMS_REACH_PYTHON_GROUPS",
+    "REDUCES_IN_OWN_DTYPE",
     "CheckpointPolicy",
     "CustomGraphPass",
     "CustomPartitionerFn",
@@ -71,6 +72,7 @@ __all__ = [
     "skip_code",
     "stable_topological_sort",
     "stands_alone",
+    "take_gradients_as_they_are",
     "temporarily_clear_interpreter_stack",
     "without_dispatch_modes",
 ]
@@ -90,8 +92,20 @@ NOTHING_ELSE_MOVES: dict[str, Any] = {
 if not hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"):  # before 2.14
     del NOTHING_ELSE_MOVES["aten_distributed_optimizations.enable_simple_overlap"]
 
-OUT_FORMS_REACH_PYTHON_GROUPS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
+OUT_FORMS_REACH_PYTHON_GROUPS = _VERSION >= (2, 15)
 """Of functional collectives; before, they need a backend in C++."""
+
+REDUCES_IN_OWN_DTYPE = _VERSION >= (2, 15)
+"""Whether ``MixedPrecisionPolicy.reduce_dtype=None`` is the dtype of the parameter; before, that of the gradient."""
+
+
+def take_gradients_as_they_are(ctx: Any) -> None:
+    """Let an autograd function with one output get its gradient in the dtype that it has, where FSDP2 does; before 2.15
+    it is always cast to that of the output."""
+    if hasattr(ctx, "set_output_grad_dtype"):
+        ctx.set_output_grad_dtype(None)
 
 
 def dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> DTensor:

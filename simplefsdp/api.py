@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from inductor_passes._compat import inside_torch_compile, skip_code
+from inductor_passes._compat import REDUCES_IN_OWN_DTYPE, inside_torch_compile, skip_code
 
 from ._messages import unknown
 from .checks import (
@@ -78,7 +78,8 @@ def simple_fsdp(
             ``"replicate"``: whole parameters on each rank of a 1-D mesh, gradients all-reduced (data parallel).
             ``None``: ``"fully_shard"`` or ``"hybrid_shard"``, from the mesh.
         mp_policy: ``torch.distributed.fsdp.MixedPrecisionPolicy``. ``param_dtype``: weights are cast to it before
-            the gather. ``reduce_dtype``: gradients are cast to it before the reduction. ``cast_forward_inputs``:
+            the gather. ``reduce_dtype``: gradients are cast to it before the reduction; ``None``: as in FSDP2, to that
+            of the parameter from torch 2.15 on, and not at all before. ``cast_forward_inputs``:
             floating-point inputs of the model and of its repeated blocks are cast to ``param_dtype``, as FSDP2
             does where ``fully_shard`` is applied per block. ``output_dtype``: the model's floating-point outputs
             are cast to it. Shards, gradients and optimizer state keep the original dtype. Complex and integer
@@ -142,7 +143,7 @@ def simple_fsdp(
             shard_group=shard_group,
             replica_group=replica_group,
             param_dtype=mp_policy.param_dtype if param.is_floating_point() else None,
-            reduce_dtype=mp_policy.reduce_dtype if param.is_floating_point() else None,
+            reduce_dtype=_reduce_dtype(mp_policy, param) if param.is_floating_point() else None,
             divide_factor=gradient_divide_factor,
             reshard_after_forward=reshard[fqn],
         )
@@ -164,6 +165,10 @@ def _relink(model: nn.Module) -> None:
         for name, param in module._parameters.items():
             if isinstance(param, ReplacedParameter):
                 module._parameters[name] = param.replaced_by
+
+
+def _reduce_dtype(mp_policy: MixedPrecisionPolicy, param: nn.Parameter) -> torch.dtype | None:
+    return mp_policy.reduce_dtype or (param.dtype if REDUCES_IN_OWN_DTYPE else None)
 
 
 def _groups(mode: str, mesh: DeviceMesh) -> tuple[Group | None, Group | None]:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils._pytree import tree_leaves
 
-from inductor_passes._compat import dtensor, temporarily_clear_interpreter_stack
+from inductor_passes._compat import dtensor, take_gradients_as_they_are, temporarily_clear_interpreter_stack
 
 _c10d = torch.ops._c10d_functional
 
@@ -207,6 +207,7 @@ class _Stand(torch.autograd.Function):
     @staticmethod
     def forward(ctx, local, comm):
         ctx.comm, ctx.local = comm, local.detach()
+        take_gradients_as_they_are(ctx)
         return local.new_empty((), dtype=comm.param_dtype).expand(comm.shape)
 
     @staticmethod
@@ -231,7 +232,8 @@ class _Reduce(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx, _stand, local, comm):
+    def forward(ctx, _stand, local, comm):
+        take_gradients_as_they_are(ctx)
         return all_gather(local, comm)
 
     @staticmethod

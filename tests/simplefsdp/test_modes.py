@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from inductor_passes._compat import REDUCES_IN_OWN_DTYPE
 from simplefsdp import simple_fsdp
 from simplefsdp.sharding import Communication, Group, all_gather, shard
 from tests import graphs, zoo
@@ -41,12 +42,17 @@ def set_factor(model: nn.Module, factor: float | None) -> None:
 
 
 def same_bits_as_fsdp2(
-    ours: Callable[[], nn.Module], theirs: Callable[[], nn.Module], lowering: str, steps: int = 5
+    ours: Callable[[], nn.Module],
+    theirs: Callable[[], nn.Module],
+    lowering: str,
+    steps: int = 5,
+    tolerance: float = 0,
 ) -> None:
     fsdp, model = theirs(), ours()
     expected = train(fsdp, fsdp, steps, dist.get_rank())
     forward = lowered(model, lowering, fullgraph=True)
-    torch.testing.assert_close(train(model, forward, steps, dist.get_rank()), expected, rtol=0, atol=0)
+    found = train(model, forward, steps, dist.get_rank())
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
@@ -225,7 +231,10 @@ def _bottom_up(lowering: str) -> None:
         call(model, mesh=everyone, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32))
         return model
 
-    same_bits_as_fsdp2(lambda: apply(simple_fsdp), lambda: apply(fully_shard), lowering)
+    # From torch 2.15 on, gradients of a bf16 norm stay fp32. Their sum over four ranks depends on the place in a
+    # bucket, and eager has none.
+    tolerance = 1e-6 if REDUCES_IN_OWN_DTYPE and lowering == "eager" else 0
+    same_bits_as_fsdp2(lambda: apply(simple_fsdp), lambda: apply(fully_shard), lowering, tolerance=tolerance)
 
 
 @one_of_four
