@@ -133,8 +133,9 @@ def simple_fsdp(
     sharded: dict[int, tuple[nn.Parameter, ShardedParameter]] = {}
     for fqn, info in known.items():
         sharded[id(params[fqn])] = params[fqn], replace(info, fqn=fqn, model=sharded_model)
-    for i in range(mesh.ndim):
-        run_in_order(mesh.get_group(i))
+    if mesh.device_type == "cpu":
+        for i in range(mesh.ndim):
+            run_in_order(mesh.get_group(i))
     shard_group, replica_group = _groups(mode, mesh)
     for fqn, param in new.items():
         comm = Communication(
