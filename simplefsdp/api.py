@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from inductor_passes._compat import REDUCES_IN_OWN_DTYPE, inside_torch_compile, skip_code
+from inductor_passes._compat import inside_torch_compile, skip_code
 
 from ._messages import unknown
 from .checks import (
@@ -144,7 +144,7 @@ def simple_fsdp(
             shard_group=shard_group,
             replica_group=replica_group,
             param_dtype=mp_policy.param_dtype if param.is_floating_point() else None,
-            reduce_dtype=_reduce_dtype(mp_policy, param) if param.is_floating_point() else None,
+            reduce_dtype=mp_policy.reduce_dtype if param.is_floating_point() else None,
             divide_factor=gradient_divide_factor,
             reshard_after_forward=reshard[fqn],
         )
@@ -166,10 +166,6 @@ def _relink(model: nn.Module) -> None:
         for name, param in module._parameters.items():
             if isinstance(param, ReplacedParameter):
                 module._parameters[name] = param.replaced_by
-
-
-def _reduce_dtype(mp_policy: MixedPrecisionPolicy, param: nn.Parameter) -> torch.dtype | None:
-    return mp_policy.reduce_dtype or (param.dtype if REDUCES_IN_OWN_DTYPE else None)
 
 
 def _groups(mode: str, mesh: DeviceMesh) -> tuple[Group | None, Group | None]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from inductor_passes._compat import dtensor
 
 from . import recompute
-from .sharding import ShardedParameter, all_reduce_max, reduce
+from .sharding import ShardedParameter, all_reduce_max, reduce, reduced_in
 
 
 class Controls:
@@ -114,7 +114,7 @@ def _stand(each: _Sharded) -> Tensor:
     if each.stand is not None:
         return each.stand
     comm = each.info.communication
-    dtype = comm.reduce_dtype or comm.param_dtype or each.param.dtype
+    dtype = reduced_in(comm, each.param.dtype) or comm.param_dtype or each.param.dtype
     leaf = each.param._local_tensor.new_empty((), dtype=dtype).expand(comm.shape)
     return leaf.requires_grad_(dtype.is_floating_point or dtype.is_complex)
 

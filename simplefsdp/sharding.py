@@ -22,7 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils._pytree import tree_leaves
 
-from inductor_passes._compat import dtensor, take_gradients_as_they_are, temporarily_clear_interpreter_stack
+from inductor_passes._compat import (
+    REDUCES_IN_OWN_DTYPE,
+    dtensor,
+    take_gradients_as_they_are,
+    temporarily_clear_interpreter_stack,
+)
 
 _c10d = torch.ops._c10d_functional
 
@@ -48,7 +53,7 @@ class Communication(NamedTuple):
     param_dtype: torch.dtype | None = None
     """Dtype of the gathered weight; ``None``: that of the shard."""
     reduce_dtype: torch.dtype | None = None
-    """Dtype of the gradient reduction; ``None``: that of the gradient."""
+    """Dtype of the gradient reduction; ``None``: as ``reduced_in`` says."""
     divide_factor: float | None = None
     """What the sum of all ranks' gradients is divided by; ``None``: the number of ranks."""
     reshard_after_forward: bool = True
@@ -168,12 +173,17 @@ def all_gather(local: Tensor, comm: Communication) -> Tensor:
     return full.movedim(0, comm.dim).contiguous() if comm.dim else full
 
 
+def reduced_in(comm: Communication, own: torch.dtype) -> torch.dtype | None:
+    """Dtype of the reduction for a parameter of dtype ``own``; ``None``: that of the gradient."""
+    return comm.reduce_dtype or (own if REDUCES_IN_OWN_DTYPE else None)
+
+
 def reduce(grad: Tensor, comm: Communication, local: Tensor) -> Tensor:
     """The gradient of the shard ``local``, averaged over the ranks, from this rank's full one. Not differentiable."""
     if 0 in comm.shape:
         return torch.zeros_like(local)
-    if comm.reduce_dtype is not None and not grad.is_complex():
-        grad = grad.to(comm.reduce_dtype)
+    if (dtype := reduced_in(comm, local.dtype)) is not None and not grad.is_complex():
+        grad = grad.to(dtype)
     dim, groups = comm.dim, [group for group in (comm.shard_group, comm.replica_group) if group is not None]
     if dim is not None:
         ranks = groups[0].ranks
