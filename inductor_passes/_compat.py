@@ -83,6 +83,7 @@ CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", obj
 """Before 2.12 a pass on kernels is any callable, and not in the key of the compile cache."""
 
 NOTHING_ELSE_MOVES: dict[str, Any] = {
+    "combo_kernels": False,
     "reorder_for_peak_memory": False,
     "reorder_for_compute_comm_overlap": False,
     "triton.reorder_for_reducing_graph_partitions": False,

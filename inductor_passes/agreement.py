@@ -123,13 +123,15 @@ def with_sequence(old: str, collectives: Iterable[Node]) -> str:
 
 def compare(lines: Mapping[str, Sequence[str]], deadline_s: float | None = None) -> None:
     """Meet the ranks of each process group (by name) at the store; see [Note: meeting at the store]."""
-    groups = {}
+    groups: dict[str, list[str]] = {}
     for name, content in lines.items():
         ranks = group_ranks(name)
         if len(ranks) > 1 and not stands_alone(name):
-            groups[" ".join(map(str, ranks))] = "\n".join(content)
+            groups.setdefault(" ".join(map(str, ranks)), []).extend(content)  # several groups may have the same ranks
     if groups:
-        _Meeting(groups).hold(DEADLINE_S if deadline_s is None else deadline_s)
+        _Meeting({ranks: "\n".join(content) for ranks, content in groups.items()}).hold(
+            DEADLINE_S if deadline_s is None else deadline_s
+        )
 
 
 def forget_failures() -> None:

@@ -144,13 +144,20 @@ def _before_cast_and_pad(node: Node) -> Node:
     """What ``node`` was before it was copied, cast (once) and padded behind its last row."""
     absorbed = set()
     while node.target in (*COPIES, *PADS, *CASTS):
-        if node.target in PADS and any(cast(Sequence[int], node.args[1])[:-1]):
+        if node.target in PADS and not _pads_rows_with_zeros(node):
             break
         if node.target in CASTS and "cast" in absorbed:
             break
         absorbed.add("cast" if node.target in CASTS else "other")
         node = node.all_input_nodes[0]
     return node
+
+
+def _pads_rows_with_zeros(node: Node) -> bool:
+    """And nothing else: behind the last row, not a column, and without cutting anything off."""
+    amounts = list(cast(Sequence[int], node.args[1]))
+    value = node.args[2] if len(node.args) > 2 else 0
+    return bool(len(amounts) == 2 * _val(node).ndim and not any(amounts[:-1]) and amounts[-1] >= 0 and value == 0)
 
 
 def _gradient(node: Node, ranks: int) -> Node:

@@ -67,7 +67,7 @@ def pack_gradients(gradients: Sequence[Tensor], ranks: int, dtype: torch.dtype) 
     if contiguous and all(g.dtype is dtype and not g.shape[0] % ranks for g in gradients):
         return torch.cat([g.view(ranks, g.numel() // ranks) for g in gradients], dim=1).view(-1)
     buffer = gradients[0].new_empty(ranks, sum(chunks), dtype=dtype)
-    if contiguous and buffer.is_cuda:
+    if contiguous and buffer.is_cuda and len({gradient.dtype for gradient in gradients}) == 1:
         return torch._chunk_cat(list(gradients), 0, ranks, out=buffer).view(-1)  # one kernel, as in FSDP2
     into, taken = [], []
     for part, gradient in zip(buffer.split(chunks, dim=1), gradients, strict=True):

@@ -121,6 +121,30 @@ def test_any_buckets_give_the_same_values(specs, data):
         assert all(node.op == "placeholder" for node in packed.args[0]), "casts and pads are part of the copy"
 
 
+@pytest.mark.parametrize(
+    ("cut", "pad"),
+    [([0, -2, 0, 0], [0, 2]), ([0, 0, 0, -2], [0, 0, 0, 2]), ([0, 0, 0, -2], [0, 0, 0, 2, 9.0])],
+    ids=["columns", "rows", "not with zeros"],
+)
+def test_what_the_user_cuts_off_and_pads_stays_so(cut: list[int], pad: list[float]) -> None:
+    graph, x = Graph(), torch.arange(1.0, 37).view(9, 4)
+    with FakeTensorMode() as mode:
+        outputs = []
+        for i in range(2):
+            node = graph.placeholder(f"x{i}")
+            node.meta["val"] = mode.from_tensor(x)
+            node = call(graph, torch.ops.aten.constant_pad_nd.default, node, cut)
+            value = pad[4:] or [0.0]
+            node = call(graph, torch.ops.aten.constant_pad_nd.default, node, [int(n) for n in pad[:4]], *value)
+            node = call(graph, REDUCE_SCATTER, node, "sum", RANKS, "0")
+            node.meta[MARK] = (f"p{i}",)
+            outputs.append(call(graph, WAIT, node))
+        graph.output(tuple(outputs))
+    expected = run(graph, [x, x + 100])
+    merge(graph, ["p0", "p1"])
+    torch.testing.assert_close(run(graph, [x, x + 100]), expected, rtol=0, atol=0)
+
+
 @pytest.mark.usefixtures("one_of_four")
 def test_a_bucket_packs_in_its_own_order_and_skips_what_is_not_there():
     graph, _ = chains([GATHER] * 3)

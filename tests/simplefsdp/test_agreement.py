@@ -119,6 +119,20 @@ def _alone() -> str | None:
     return found
 
 
+def test_groups_of_the_same_ranks_are_both_compared(two_ranks: Ranks) -> None:
+    assert all("on rank 0 'a'" in text or "on rank 1 'a'" in text for text in two_ranks.run(_same_ranks))
+
+
+def _same_ranks() -> str:
+    names = [dist.group.WORLD.group_name, dist.new_group([0, 1]).group_name]
+    mine = "b" if dist.get_rank() else "a"
+    with pytest.raises(RuntimeError, match="different programs") as error:
+        agreement.compare({names[0]: [mine], names[1]: ["the same"]})
+    dist.barrier()
+    agreement.forget_failures()
+    return str(error.value)
+
+
 def test_a_rank_may_compile_again_by_itself(two_ranks: Ranks) -> None:
     two_ranks.run(_last_batch)
 
