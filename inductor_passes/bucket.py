@@ -22,10 +22,12 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from ._compat import stable_topological_sort
 from .collectives import (
+    ALL_REDUCE,
     BUCKET,
     CASTS,
     COPIES,
@@ -75,6 +77,7 @@ def bucket(graph: Graph) -> None:
         _merge_gathers(graph, members)
     for members in _members(reductions(graph), Collective.reduction_kind):
         _merge_reductions(graph, members)
+    _let_none_work_in_place_on_the_input_of_another(graph)
     # The results of a merged reduction are there later than the members' were: their users move behind it.
     stable_topological_sort(graph)
     graph.lint()
@@ -82,6 +85,21 @@ def bucket(graph: Graph) -> None:
     if left or _fqns(graph) != before:
         lost = {fqn for fqn, _ in before - _fqns(graph)} | {member.fqns[0] for members in left for member in members}
         raise PlanError(f"the plan is not carried out: not merged, or lost: {', '.join(sorted(lost))}")
+
+
+def _let_none_work_in_place_on_the_input_of_another(graph: Graph) -> None:
+    """Inductor makes an all-reduce work in place where nothing reads its input later, and a plan may issue it before
+    another collective that has the same input (a sum of two weights gives both one gradient) is done."""
+    inputs = Counter(_storage(collective.input) for collective in reductions(graph))
+    for collective in reductions(graph):
+        if collective.node.target is ALL_REDUCE and inputs[_storage(collective.input)] > 1:
+            with graph.inserting_before(collective.node):
+                own = _call(_aten.clone.default, collective.input)
+            collective.node.replace_input_with(collective.input, own)
+
+
+def _storage(node: Node) -> StorageWeakRef:
+    return StorageWeakRef(_val(node).untyped_storage())
 
 
 def _fqns(graph: Graph) -> Counter[tuple[str, bool]]:

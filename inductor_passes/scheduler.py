@@ -47,15 +47,23 @@ def kernel_items(kernels: list[Any]) -> list[Item]:
         needs = set()
         for dep in kernel.unmet_dependencies:
             need = producer.get(dep.name, i)
-            # Between two collectives or waits this is the order that they happen to be in; anywhere else it may stand
-            # for a write after a read.
-            if need != i and not (is_ordering_only(dep) and communicates[i] and communicates[need]):
+            # Between two collectives or waits this is the order that they happen to be in, unless one writes what the
+            # other reads; anywhere else it may stand for a write after a read.
+            free = is_ordering_only(dep) and communicates[i] and communicates[need]
+            if need != i and not (free and not _overwrites(kernel, kernels[need])):
                 needs.add(need)
         if communicates[i] and first is not None and first != i:
             needs.add(first)
         reads_inputs = any(dep.name not in producer for dep in kernel.read_writes.reads)
         items.append(_item(kernel.node, Item(frozenset(needs), reads_inputs), producer))
     return items
+
+
+def _overwrites(kernel: Any, other: Any) -> bool:
+    """Whether ``kernel`` works in place on a buffer that ``other`` reads."""
+    original = kernel.scheduler.mutation_real_name
+    written = {original.get(name, name) for buffer in kernel.get_outputs() for name in buffer.get_mutations()}
+    return any(original.get(dep.name, dep.name) in written for dep in other.read_writes.reads)
 
 
 def _is_agreement(kernel: Any) -> bool:

@@ -10,8 +10,11 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import nn
 from torch._inductor.utils import run_and_get_code
+from torch.distributed.device_mesh import init_device_mesh
 
+from inductor_passes import bucket as bucket_pass
 from inductor_passes.order import Bucket, Item, PlanError, check_order, first_uses, graph_items, order
 from simplefsdp import manual_plan, simple_fsdp
 from tests.graphs import WAIT, capture
@@ -350,3 +353,41 @@ def test_the_code_that_inductor_generates_has_the_order_of_the_graph():
     for code, graph in zip(codes, (captured.forward, captured.backward), strict=True):
         expected = [str(node.target).split(".")[-2] for node in graph.nodes if calls.search(f"{node.target}(")]
         assert calls.findall(code.split("def call(", 1)[1]) == expected
+
+
+class _SumOfWeights(nn.Module):
+    """Two weights with one gradient, which one mesh all-reduces and the other reduce-scatters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.replicated, self.sharded = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.inner(x), self.replicated.weight + self.sharded.weight).square().sum()
+
+
+def _code_of_sum_of_weights() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model = _SumOfWeights()
+    simple_fsdp(model.replicated, mesh["a"], mode="replicate")
+    simple_fsdp(model, mesh["b"])
+    torch._dynamo.reset()
+    options: Any = {"plan": manual_plan(["replicated", "sharded", "inner"], prefetch=2)}
+    compiled = torch.compile(model, backend="simplefsdp", options=options)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(lambda: compiled(torch.ones(4, 8)).backward())
+    return codes[-1]
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_no_all_reduce_works_in_place_on_what_another_collective_reads():
+    reductions = r"_c10d_functional\.(?:all_reduce_|reduce_scatter_tensor)\.default\((\w+)"
+    inputs = re.findall(reductions, _code_of_sum_of_weights())
+    assert len(inputs) == len(set(inputs)) == 3
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_a_kernel_that_overwrites_what_a_collective_reads_does_not_pass_it(monkeypatch):
+    monkeypatch.setattr(bucket_pass, "_let_none_work_in_place_on_the_input_of_another", lambda _graph: None)
+    with pytest.raises(Exception, match=r"PlanError: plan: the bucket of sharded.weight .* cannot be carried out"):
+        _code_of_sum_of_weights()
