@@ -19,7 +19,7 @@ class Report:
     """What a compilation's graphs were, before and after each pass, in pipeline order."""
 
     def __init__(self, key: str, folder: Path | None):
-        """``key``: that of the compilation in the cache. ``folder``: where to write, if this rank does."""
+        """``key``: of the compilation, the same in each process. ``folder``: where to write, if this rank does."""
         self.key = key
         self.folder = folder
         self._texts: dict[str, str] = {}

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import register_backend
 from torch._functorch.aot_autograd import make_boxed_func
@@ -147,7 +149,7 @@ def simplefsdp(
     if parsed.plan == "auto":
         _say_what_auto_is()
     _refuse_changed_weights(gm, example_inputs)
-    passes = passes_for(example_inputs, parsed)
+    passes = passes_for(example_inputs, parsed, [node.name for node in gm.graph.nodes])
     if parsed.lower_with == "aot_eager":
         return _aot_eager(gm, example_inputs, passes)
     filled = (_OnJoint(passes), _Partitioner(passes), _OnEachHalf(passes), _OnKernels(passes))
@@ -157,8 +159,9 @@ def simplefsdp(
     else:
         slots.update(NOTHING_ELSE_MOVES)
     # AOTAutograd caches only graphs of functions that it knows to depend on nothing but their arguments and source.
-    slots["unsafe_marked_cacheable_functions"] = {
-        **inductor_config.unsafe_marked_cacheable_functions,
+    cacheable = "unsafe_marked_cacheable_functions"
+    slots[cacheable] = {
+        **parsed.inductor.get(cacheable, inductor_config.unsafe_marked_cacheable_functions),
         f"{unshard.__module__}.{unshard.__name__}": _source_hash().hex(),
     }
     from torch._inductor.compile_fx import compile_fx  # seconds to import, so not before it is needed
@@ -298,7 +301,8 @@ class _OnKernels(_Pass, CustomSchedulerPass):
         return order_kernels(kernels)
 
 
-def passes_for(example_inputs: Sequence[Any], options: Options) -> Passes:
+def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[str] = ()) -> Passes:
+    """``nodes``: names of Dynamo's graph, to tell apart the reports of graphs with the same parameters."""
     found: dict[int, ShardedParameter] = {
         index: info
         for index, value in enumerate(example_inputs)
@@ -339,7 +343,10 @@ def passes_for(example_inputs: Sequence[Any], options: Options) -> Passes:
     report = None
     if options.report_dir is not None:
         writes = not dist.is_initialized() or dist.get_rank() == 0
-        report = Report(key, Path(options.report_dir) / f"graph_{compile_id()}" if writes else None)
+        folder = Path(options.report_dir) / f"graph_{compile_id()}" if writes else None
+        shapes_of_inputs = [tuple(value.shape) for value in example_inputs if isinstance(value, Tensor)]
+        graph = repr((nodes, shapes_of_inputs, torch.is_grad_enabled()))
+        report = Report(hashlib.sha256((key + graph).encode()).hexdigest(), folder)
     return Passes(params, request, tuple(buckets), tuple(parameters), about, key, report)
 
 

@@ -150,7 +150,8 @@ def resolve(
 
 def _gathers(buckets: Buckets, uses: Sequence[str], prefetch: int) -> tuple[Bucket, ...]:
     members = _members(buckets, uses)
-    first = [min(fqns, key=list(uses).index) for fqns in members]
+    place = {fqn: i for i, fqn in enumerate(uses)}
+    first = [min(fqns, key=place.__getitem__) for fqns in members]
     return tuple(
         Bucket(fqns, first[i - prefetch] if i >= prefetch else None, first[i], place=i)
         for i, fqns in enumerate(members)
@@ -159,7 +160,8 @@ def _gathers(buckets: Buckets, uses: Sequence[str], prefetch: int) -> tuple[Buck
 
 def _reductions(buckets: Buckets, uses: Uses, prefetch: int) -> tuple[Bucket, ...]:
     members = _members(buckets, uses.reductions[::-1])[::-1]
-    last = [max(fqns, key=list(uses.reductions).index) for fqns in members]
+    place = {fqn: i for i, fqn in enumerate(uses.reductions)}
+    last = [max(fqns, key=place.__getitem__) for fqns in members]
     later: list[str | None] = [*last, *[None] * (2 * prefetch)]
     return tuple(
         Bucket(fqns, last[i], later[i + 2 * prefetch], later[i + prefetch], i)
