@@ -17,7 +17,6 @@ will wait forever: that is a mismatch, found at once.
 ``failed/<rank>``: why a rank gave up and when, for those that wait for it; what was seen once is an old story.
 """
 
-import functools
 import hashlib
 import json
 import logging
@@ -46,7 +45,8 @@ _PATIENCE_S = 60.0
 _FAREWELL_S = 10.0
 """Seconds in which the others shall see that this rank gives up."""
 
-_agreed: set[str] = set()
+_agreed: dict[str, dict[str, str]] = {}
+"""The records that were compared, and the report that each holds."""
 _known_failures: set[str] = set()
 
 
@@ -56,16 +56,13 @@ def agree(_any: Tensor, record: str) -> Tensor:
     Raises:
         RuntimeError: a rank of one of the record's groups has another one, or does not come before the deadline.
     """
-    content = _parse(record)
-    if record not in _agreed:
+    if (report := _agreed.get(record)) is None:
+        content = json.loads(record)
         compare({group: [*content["about"], *lines] for group, lines in content["sequence"].items()})
-        _agreed.add(record)
-    if "report" in content:
-        restore(**content["report"])
+        report = _agreed[record] = content.get("report", {})
+    if report:
+        restore(**report)
     return _any.new_empty(0)
-
-
-_parse = functools.cache(json.loads)
 
 
 LIBRARY.define("agree(Tensor any, str record) -> Tensor", tags=(torch.Tag.flexible_layout,))

@@ -90,8 +90,9 @@ def bucket(graph: Graph) -> None:
 def _let_none_work_in_place_on_the_input_of_another(graph: Graph) -> None:
     """Inductor makes an all-reduce work in place where nothing reads its input later, and a plan may issue it before
     another collective that has the same input (a sum of two weights gives both one gradient) is done."""
-    inputs = Counter(_storage(collective.input) for collective in reductions(graph))
-    for collective in reductions(graph):
+    found = reductions(graph)
+    inputs = Counter(_storage(collective.input) for collective in found)
+    for collective in found:
         if collective.node.target is ALL_REDUCE and inputs[_storage(collective.input)] > 1:
             with graph.inserting_before(collective.node):
                 own = _call(_aten.clone.default, collective.input)
@@ -160,13 +161,13 @@ def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
 
 def _before_cast_and_pad(node: Node) -> Node:
     """What ``node`` was before it was copied, cast (once) and padded behind its last row."""
-    absorbed = set()
+    was_cast = False
     while node.target in (*COPIES, *PADS, *CASTS):
         if node.target in PADS and not _pads_rows_with_zeros(node):
             break
-        if node.target in CASTS and "cast" in absorbed:
+        if node.target in CASTS and was_cast:
             break
-        absorbed.add("cast" if node.target in CASTS else "other")
+        was_cast |= node.target in CASTS
         node = node.all_input_nodes[0]
     return node
 

@@ -134,8 +134,8 @@ def simple_fsdp(
     for fqn, info in known.items():
         sharded[id(params[fqn])] = params[fqn], replace(info, fqn=fqn, model=sharded_model)
     if mesh.device_type == "cpu":
-        for i in range(mesh.ndim):
-            run_in_order(mesh.get_group(i))
+        for group in mesh.get_all_groups():
+            run_in_order(group)
     shard_group, replica_group = _groups(mode, mesh)
     for fqn, param in new.items():
         comm = Communication(
