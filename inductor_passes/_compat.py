@@ -1,6 +1,7 @@
-"""Every torch-internal name that the passes and the frontend use, and what differs between torch 2.11 and 2.15.
+"""What differs between torch 2.11 and 2.15, and the torch-internal names that the passes and the frontend use.
 
-Everything here exists under the same name in 2.11, 2.13 and 2.15.
+Everything here exists under the same name in 2.11, 2.13 and 2.15. What only one module is about is imported there:
+``backend.py`` registers with Dynamo, ``gloo.py`` and ``rehearsal`` make process groups.
 """
 
 import ctypes
@@ -60,6 +61,7 @@ __all__ = [
     "inductor_options",
     "inside_torch_compile",
     "is_backward",
+    "is_body",
     "is_ordering_only",
     "load_cpp",
     "min_cut_rematerialization_partition",
@@ -196,6 +198,11 @@ def _outputs(graph: Graph) -> list[Any]:
 def is_backward(graph: Graph) -> bool:
     """Whether a graph takes gradients of outputs (a backward or joint graph)."""
     return any(_is_tangent(node.meta.get("desc")) for node in graph.find_nodes(op="placeholder"))
+
+
+def is_body(graph: Graph) -> bool:
+    """Whether a graph is the body of a higher-order operator (a branch of ``torch.cond``) in the one at hand."""
+    return not any("desc" in node.meta for node in graph.find_nodes(op="placeholder"))
 
 
 def _is_tangent(desc: object) -> bool:

@@ -7,9 +7,10 @@ it runs, the ranks of each group meet at the store and compare; a difference is 
 
 [Note: meeting at the store]
 Under ``simplefsdp/``, with a group named by its ranks:
-``<group>/<digest>/<rank>``: the record of a rank that has come to a graph with this digest. It may have been long ago:
-a rank that compiles again (for the last, smaller batch) need not wait for others that do not, if its collectives are
-the same.
+``<group>/<digest>``: a record.
+``<group>/<digest>/<rank>``: that rank has come to a graph with this record. It may have been long ago: a rank that
+compiles again (for the last, smaller batch) need not wait for others that do not, if its collectives are the same. If
+they are not, it waits in vain, and says so.
 ``<group>/<digest>/<rank>/met``: that rank has found all ranks of all its groups to agree. A rank goes on when the
 others of its groups have; those of a mesh's other rows would else not hear of a difference in this one.
 ``now/<rank>``: the digests that a rank is waiting for, by group. Two that wait for each other with different digests
@@ -21,6 +22,8 @@ import hashlib
 import json
 import logging
 import time
+import weakref
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -45,8 +48,9 @@ _PATIENCE_S = 60.0
 _FAREWELL_S = 10.0
 """Seconds in which the others shall see that this rank gives up."""
 
-_agreed: dict[str, dict[str, str]] = {}
-"""The records that were compared, and the report that each holds."""
+_agreed: weakref.WeakKeyDictionary[Any, dict[str, dict[str, str]]] = weakref.WeakKeyDictionary()
+"""By the store of a world, for as long as there is that world: the records that were compared, and the report in each.
+"""
 _known_failures: set[str] = set()
 
 
@@ -56,10 +60,11 @@ def agree(_any: Tensor, record: str) -> Tensor:
     Raises:
         RuntimeError: a rank of one of the record's groups has another one, or does not come before the deadline.
     """
-    if (report := _agreed.get(record)) is None:
+    agreed = _agreed.setdefault(default_store(), {})
+    if (report := agreed.get(record)) is None:
         content = json.loads(record)
         compare({group: [*content["about"], *lines] for group, lines in content["sequence"].items()})
-        report = _agreed[record] = content.get("report", {})
+        report = agreed[record] = content.get("report", {})
     if report:
         restore(**report)
     return _any.new_empty(0)
@@ -155,7 +160,9 @@ class _Meeting:
 
     def hold(self, deadline_s: float) -> None:
         for group, digest in self.digests.items():
-            self.store.set(f"{group}/{digest}/{self.me}", self.groups[group])
+            if not self.store.check([f"{group}/{digest}"]):
+                self.store.set(f"{group}/{digest}", self.groups[group])
+            self.store.set(f"{group}/{digest}/{self.me}", "came")
         self.store.set(f"now/{self.me}", json.dumps(self.digests))
         deadline = time.monotonic() + deadline_s
         try:
@@ -170,18 +177,28 @@ class _Meeting:
             self.store.set(f"now/{self.me}", "")
 
     def _meet_all(self, what: str, deadline: float) -> None:
-        for group in self.groups:
-            for rank in map(int, group.split()):
-                pause, patience = 0.001, time.monotonic() + _PATIENCE_S
-                while not self.store.check([f"{group}/{self.digests[group]}/{rank}{what}"]):
-                    self._look_for_trouble(group, rank)
-                    if time.monotonic() > deadline:
-                        raise _Disagreement(f"rank {rank} has not come to a graph that rank {self.me} waits to run")
-                    if time.monotonic() > patience:
-                        log.warning("rank %d waits for rank %d, which has not compiled this graph yet", self.me, rank)
-                        patience += _PATIENCE_S
-                    time.sleep(pause)
-                    pause = min(2 * pause, 0.1)
+        awaited = [(group, int(rank)) for group in self.groups for rank in group.split()]
+        keys = [f"{group}/{self.digests[group]}/{rank}{what}" for group, rank in awaited]
+        come, pause, patience = 0, 0.001, time.monotonic() + _PATIENCE_S
+        while not self.store.check(keys[come:]):
+            # Not one by one: of N ranks each would ask the store, which is one process, N times.
+            come = bisect_left(range(len(keys)), True, come, key=lambda i: not self.store.check(keys[come : i + 1]))
+            if come == len(keys):
+                return
+            group, rank = awaited[come]
+            self._look_for_trouble(group, rank)
+            if time.monotonic() > deadline:
+                raise _Disagreement(f"rank {rank} has not come to a graph that rank {self.me} waits to run")
+            if time.monotonic() > patience:
+                log.warning(
+                    "rank %d waits for rank %d to come to a graph that has just been compiled; if that rank trains on, "
+                    "it was compiled here alone, for inputs that other ranks do not have",
+                    self.me,
+                    rank,
+                )
+                patience += _PATIENCE_S
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
 
     def _look_for_trouble(self, group: str, rank: int) -> None:
         mine = self.digests[group]
@@ -194,7 +211,7 @@ class _Meeting:
                 raise _Disagreement(f"rank {rank} gave up: {failure['why']}")
         if theirs != mine and not self.store.check([f"{group}/{theirs}/{self.me}"]):
             raise _Disagreement(
-                _difference(self.groups[group], _get(self.store, f"{group}/{theirs}/{rank}"), self.me, rank)
+                _difference(self.groups[group], _get(self.store, f"{group}/{theirs}"), self.me, rank)
             )
 
     def _give_up(self, why: str) -> None:

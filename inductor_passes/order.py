@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast
 
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from .collectives import ALL_GATHER, BUCKET, MARK, WAIT
 from .copies import PACK_GRADIENTS, UNPACK_WEIGHTS
@@ -258,18 +259,20 @@ def graph_items(graph: Graph) -> tuple[list[Node], list[Item]]:
     for node in nodes:
         needs = frozenset(position[n] for n in node.all_input_nodes if n in position)
         plain = Item(needs, reads_inputs=any(n.op == "placeholder" for n in node.all_input_nodes))
-        items.append(item_for(node, plain, [position.get(n, -1) for n in node.all_input_nodes]))
+        inputs = [n for n in tree_leaves(node.args) if isinstance(n, Node)]
+        items.append(item_for(node, plain, [position.get(n, -1) for n in inputs]))
     return nodes, items
 
 
 def item_for(node: Node, plain: Item, sources: Sequence[int]) -> Item:
-    """What ``plain`` is beyond its needs, given the FX node (it is, or became a kernel) and its inputs' positions."""
+    """What ``plain`` is beyond its needs, given the FX node (it is, or became a kernel) and its inputs' positions, in
+    the order of its arguments (of a kernel that only hands on a result: none)."""
     if node.target is operator.getitem and _source(node).target is UNPACK_WEIGHTS:
         return plain._replace(weights=(_source(_source(_source(node))).meta[MARK][cast(int, node.args[1])],))
     if node.target is PACK_GRADIENTS:
         reduction = next(iter(node.users))
         fqns = reduction.meta[MARK]
-        gradients = tuple(zip(sources, fqns, strict=False))
+        gradients = tuple(zip(sources, fqns, strict=True)) if sources else ()
         return plain._replace(kind="pack", fqns=fqns, bucket=reduction.meta.get(BUCKET), gradients=gradients)
     collective = _source(node) if node.target is WAIT else node
     if MARK not in collective.meta:

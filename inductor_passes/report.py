@@ -42,19 +42,23 @@ class Report:
         files = zlib.compress(json.dumps(self._texts).encode())
         return {"key": self.key, "files": base64.b64encode(files).decode()}
 
+    def restore(self, files: str) -> None:
+        """Write what ``packed`` once gave for this compilation and no pass of this process has written."""
+        if files not in self._restored:
+            self._restored.add(files)
+            for name, text in json.loads(zlib.decompress(base64.b64decode(files))).items():
+                if name not in self._texts:
+                    self.write_text(name, text)
+
 
 _reports: dict[str, Report] = {}
 """The latest of each compilation in this process."""
 
 
 def restore(key: str, files: str) -> None:
-    """Write what a ``packed`` report holds and no pass of this process has written, if this process wants it."""
-    report = _reports.get(key)
-    if report is not None and files not in report._restored:
-        report._restored.add(files)
-        for name, text in json.loads(zlib.decompress(base64.b64decode(files))).items():
-            if name not in report._texts:
-                report.write_text(name, text)
+    """Write a ``packed`` report, if this process wants one of that compilation."""
+    if (report := _reports.get(key)) is not None:
+        report.restore(files)
 
 
 def render(graph: Graph) -> str:

@@ -37,6 +37,7 @@ from inductor_passes._compat import (
     inductor_config,
     inductor_options,
     is_backward,
+    is_body,
 )
 from inductor_passes.agreement import add_record
 from inductor_passes.bucket import assign, bucket
@@ -151,6 +152,8 @@ def simplefsdp(
     _refuse_changed_weights(gm, example_inputs)
     passes = passes_for(example_inputs, parsed, [node.name for node in gm.graph.nodes])
     if parsed.lower_with == "aot_eager":
+        if parsed.inductor:
+            log.warning("option 'inductor' has no effect with lower_with='aot_eager': %s", ", ".join(parsed.inductor))
         return _aot_eager(gm, example_inputs, passes)
     filled = (_OnJoint(passes), _Partitioner(passes), _OnEachHalf(passes), _OnKernels(passes))
     slots: dict[str, Any] = dict(zip(_PASS_SLOTS, filled, strict=True))
@@ -212,6 +215,8 @@ class Passes:
 
     def on_joint(self, graph: Graph) -> None:
         """Before partitioning; also for inference graphs."""
+        if is_body(graph):
+            return
         kind = "joint" if is_backward(graph) else "forward"
         self._write(f"1_{kind}_before_identify", graph)
         missed = identify(graph, self.params)
@@ -249,6 +254,8 @@ class Passes:
     def on_each_half(self, graph: Graph, *, order: bool = False) -> None:
         """After partitioning: the forward, the backward or the inference graph. ``order``: no kernels are made of it,
         which would be put in order."""
+        if is_body(graph):
+            return
         first, kind = (5, "backward") if is_backward(graph) else (3, "forward")
         self._write(f"{first}_{kind}_before_bucket", graph)
         bucket(graph)

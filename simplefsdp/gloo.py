@@ -6,12 +6,16 @@ to be stored within the string, so its buffer is freed twice: ranks that keep se
 thousands. A group with one thread runs its collectives in their order, as NCCL does on a stream.
 """
 
+import logging
 import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+
+log = logging.getLogger("simplefsdp")
 
 
 def run_in_order(group: dist.ProcessGroup) -> None:
@@ -24,6 +28,11 @@ def run_in_order(group: dist.ProcessGroup) -> None:
         return
     old: Any = group._get_backend(cpu)
     gloo: Any = dist.ProcessGroupGloo
+    if isinstance(old, distributed_c10d._ProcessGroupWrapper):
+        log.warning(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL: gloo keeps its two threads per group, and may abort with a double free when "
+            "several all-gathers are in flight"
+        )
     if type(old) is not gloo or old.options._threads == 1:
         return
     options = gloo._Options()

@@ -15,6 +15,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes import bucket as bucket_pass
+from inductor_passes._compat import NOTHING_ELSE_MOVES
 from inductor_passes.order import Bucket, Item, PlanError, check_order, first_uses, graph_items, order
 from simplefsdp import manual_plan, simple_fsdp
 from tests.graphs import WAIT, capture
@@ -346,7 +347,8 @@ def test_the_code_that_inductor_generates_has_the_order_of_the_graph():
     captured = capture(model, *batch(0, 0), plan="block")
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="simplefsdp", options={"plan": "block"})
-    with torch._inductor.config.patch(force_disable_caches=True):
+    # Also where the user has switched on all that moves kernels.
+    with torch._inductor.config.patch({"force_disable_caches": True, **dict.fromkeys(NOTHING_ELSE_MOVES, True)}):
         _, codes = run_and_get_code(lambda: compiled(*batch(0, 0)).backward())
     assert len(codes) == 2
     calls = re.compile(r"(all_gather_into_tensor|reduce_scatter_tensor|wait_tensor|mm)(?:\.default)?\(")
@@ -391,3 +393,13 @@ def test_a_kernel_that_overwrites_what_a_collective_reads_does_not_pass_it(monke
     monkeypatch.setattr(bucket_pass, "_let_none_work_in_place_on_the_input_of_another", lambda _graph: None)
     with pytest.raises(Exception, match=r"PlanError: plan: the bucket of sharded.weight .* cannot be carried out"):
         _code_of_sum_of_weights()
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_a_gradient_that_two_members_of_a_bucket_share_counts_for_both():
+    model = simple_fsdp(_SumOfWeights())
+    plan = manual_plan([["replicated", "sharded"], "inner"])
+    backward = capture(model, torch.ones(4, 8), plan=plan).backward
+    (packed,) = (item for item in graph_items(backward)[1] if item.kind == "pack")
+    assert [fqn for _, fqn in packed.gradients] == ["replicated.weight", "sharded.weight"]
+    assert len({position for position, _ in packed.gradients}) == 1

@@ -1,8 +1,10 @@
 """Ranks that have compiled different programs are told so, all of them, before any collective runs."""
 
+import json
 import os
 import re
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -117,6 +119,55 @@ def _alone() -> str | None:
     dist.barrier()
     agreement.forget_failures()
     return found
+
+
+def test_a_rank_that_waits_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(agreement, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(agreement, "_FAREWELL_S", 0)
+    meeting, _ = meeting_of(3, come=[0, 1])
+    with pytest.raises(RuntimeError, match="rank 2 has not come"):
+        meeting.hold(0.2)
+    assert "rank 0 waits for rank 2 to come to a graph that has just been compiled" in caplog.text
+
+
+def test_a_meeting_of_many_ranks_asks_the_store_little() -> None:
+    meeting, asked = meeting_of(512, come=range(512))
+    meeting.hold(1)
+    assert len(asked) < 10
+    meeting, asked = meeting_of(512, come=range(400))
+    with pytest.raises(RuntimeError, match="rank 400 has not come"), mock.patch.object(agreement, "_FAREWELL_S", 0):
+        meeting.hold(0)
+    assert len(asked) < 30
+
+
+def meeting_of(size: int, come: Iterable[int]) -> tuple[Any, list[str]]:
+    """Rank 0's meeting with others, some of which have come, and what it asks the store."""
+    asked: list[str] = []
+
+    class Store(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            asked.append(keys[0])
+            return super().check(keys)
+
+    store, group = Store(), " ".join(map(str, range(size)))
+    with mock.patch.object(agreement, "_store", lambda: store), mock.patch.object(dist, "get_rank", lambda: 0):
+        meeting = agreement._Meeting({group: "a program"})
+    for rank in come:
+        for what in ("", "/met"):
+            store.set(f"{group}/{meeting.digests[group]}/{rank}{what}", "yes")
+    return meeting, asked
+
+
+def test_another_world_agrees_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(agreement, "compare", compared.append)
+    record = json.dumps({"about": ["this"], "sequence": {"0": ["that"]}})
+    for _ in range(2):
+        store = dist.HashStore()
+        monkeypatch.setattr(agreement, "default_store", lambda store=store: store)
+        for _ in range(2):
+            agreement.agree(torch.ones(1), record)
+    assert compared == [{"0": ["this", "that"]}] * 2
 
 
 def test_groups_of_the_same_ranks_are_both_compared(two_ranks: Ranks) -> None:

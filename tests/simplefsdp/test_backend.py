@@ -211,3 +211,35 @@ def test_a_report_shows_each_graph_before_and_after_each_pass_also_from_a_warm_c
     assert after.count("reduce_scatter_tensor.default(") == 3
     assert "# layers.0.attention.wq.weight, layers.0.attention.wk.weight" in after
     assert len(BucketPlan.from_json(cold["graph_0_0/plan.json"]).reductions) == 3
+
+
+class _WithABranch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cond(x.sum() > 0, torch.sin, torch.cos, (self.layers[0](x),))
+        return self.layers[1](x)
+
+
+@one_of_four
+def test_the_branches_of_a_cond_are_left_alone(tmp_path):
+    model = simple_fsdp(_WithABranch())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="simplefsdp", options={"plan": "block", "report_dir": tmp_path})
+    with torch._inductor.config.patch(force_disable_caches=True):
+        compiled(torch.ones(4, 8)).sum().backward()
+    (folder,) = tmp_path.iterdir()
+    assert not list(folder.glob("*_forward_*_identify.txt")), "a branch is no forward graph"
+    assert "layers.1.weight" in (folder / "4_forward_after_bucket.txt").read_text()
+    assert len(BucketPlan.load(folder / "plan.json").reductions) == 2
+
+
+@one_of_four
+def test_inductor_options_without_inductor_are_mentioned(caplog):
+    model = simple_fsdp(nn.Linear(8, 8))
+    torch._dynamo.reset()
+    options = {"plan": "none", "lower_with": "aot_eager", "inductor": {"max_autotune": True}}
+    torch.compile(model, backend="simplefsdp", options=options)(torch.ones(4, 8))
+    assert "option 'inductor' has no effect with lower_with='aot_eager': max_autotune" in caplog.text

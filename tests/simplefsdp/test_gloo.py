@@ -1,6 +1,7 @@
 """Gloo groups that run one collective at a time."""
 
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from simplefsdp import simple_fsdp
+from simplefsdp.gloo import run_in_order
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -52,3 +54,11 @@ def _settings() -> None:
         simple_fsdp(nn.Linear(2, 2), mesh, mode="hybrid_shard")
         assert mesh.get_group(i)._get_backend(CPU) is backend
     assert outside._get_backend(CPU).options._threads == 2
+
+
+def test_where_torch_checks_collectives_the_two_threads_are_mentioned(caplog):
+    group = mock.Mock(_device_types=[CPU])
+    group._get_backend.return_value = mock.Mock(spec=dist.distributed_c10d._ProcessGroupWrapper)
+    run_in_order(group)
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL: gloo keeps its two threads" in caplog.text
+    group._register_backend.assert_not_called()
