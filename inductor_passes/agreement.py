@@ -210,9 +210,7 @@ class _Meeting:
             if theirs == mine:
                 raise _Disagreement(f"rank {rank} gave up: {failure['why']}")
         if theirs != mine and not self.store.check([f"{group}/{theirs}/{self.me}"]):
-            raise _Disagreement(
-                _difference(self.groups[group], _get(self.store, f"{group}/{theirs}"), self.me, rank)
-            )
+            raise _Disagreement(_difference(self.groups[group], _get(self.store, f"{group}/{theirs}"), self.me, rank))
 
     def _give_up(self, why: str) -> None:
         """Say so, and stay for a while: the store may be this process's."""

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-
 log = logging.getLogger("simplefsdp")
 
 
@@ -30,8 +29,8 @@ def run_in_order(group: dist.ProcessGroup) -> None:
     gloo: Any = dist.ProcessGroupGloo
     if isinstance(old, distributed_c10d._ProcessGroupWrapper):
         log.warning(
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL: gloo keeps its two threads per group, and may abort with a double free when "
-            "several all-gathers are in flight"
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL: gloo keeps its two threads for each group, and may abort with a double "
+            "free when several all-gathers are in flight"
         )
     if type(old) is not gloo or old.options._threads == 1:
         return

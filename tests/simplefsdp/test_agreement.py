@@ -150,7 +150,10 @@ def meeting_of(size: int, come: Iterable[int]) -> tuple[Any, list[str]]:
             return super().check(keys)
 
     store, group = Store(), " ".join(map(str, range(size)))
-    with mock.patch.object(agreement, "_store", lambda: store), mock.patch.object(dist, "get_rank", lambda: 0):
+    with (
+        mock.patch.object(agreement, "_store", return_value=store),
+        mock.patch.object(dist, "get_rank", return_value=0),
+    ):
         meeting = agreement._Meeting({group: "a program"})
     for rank in come:
         for what in ("", "/met"):
