@@ -97,7 +97,7 @@ def recorded_gathers(result: Tensor | None = None) -> Iterator[list[Tensor]]:
             if func is not ALL_GATHER:
                 return out
             inputs.append(args[0].clone())
-            return out if result is None else result.clone()
+            return out if result is None else out.copy_(result)  # what is waited for is this tensor
 
     with Mode():
         yield inputs
