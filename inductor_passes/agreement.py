@@ -6,26 +6,35 @@ The record is part of the graph, and so of the compile cache's entry: a rank tha
 it runs, the ranks of each group meet at the store and compare; a difference is an error on all of them.
 
 [Note: meeting at the store]
-Under ``simplefsdp/``, with a group named by its ranks:
-``<group>/<digest>``: a record.
-``<group>/<digest>/<rank>``: that rank has come to a graph with this record. It may have been long ago: a rank that
-compiles again (for the last, smaller batch) need not wait for others that do not, if its collectives are the same. If
-they are not, it waits in vain, and says so.
-``<group>/<digest>/<rank>/met``: that rank has found all ranks of all its groups to agree. A rank goes on when the
-others of its groups have; those of a mesh's other rows would else not hear of a difference in this one.
-``now/<rank>``: the digests that a rank is waiting for, by group. Two that wait for each other with different digests
-will wait forever: that is a mismatch, found at once.
-``failed/<rank>``: why a rank gave up and when, for those that wait for it; what was seen once is an old story.
+The ranks of a group meet in a part of the store, its *room*, whose name no earlier world has used: the store may be
+older than this world (a job that was started again, a process group that was destroyed and made anew). To agree on a
+name, each rank says who it is with a number drawn at random, ``here/<rank>``, and ``room/<rank>``, the digest of all
+such numbers that it has read. When all ranks have read the same, and so also each other's latest, that is the name.
+
+In the room, of a record with this digest:
+``<digest>``: the record.
+``<digest>/came/<rank>``: that rank has come to a graph with it, maybe long ago: one that compiles again (for the last,
+smaller batch) need not wait for others that do not, if its collectives are the same. If they are not, it waits in vain.
+``<digest>/met/<rank>``: that rank has found all ranks of all its groups to agree. A rank goes on when the others of its
+groups have; those of a mesh's other rows would else not hear of a difference in this one.
+``<digest>/came``, ``<digest>/met``: how many. All that a rank asks for while nothing is amiss: of N ranks each would
+else ask the store, which is one process, for N keys.
+``now/<rank>``: the digest that a rank is waiting for. Two that wait for each other with different digests will wait
+forever: that is a mismatch, found at once.
+``failed/<rank>``: why a rank gave up, when, and with what digest; what was seen once is an old story.
 """
 
 import hashlib
 import json
 import logging
+import secrets
 import time
 import weakref
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,16 +51,34 @@ from .report import Report, restore
 log = logging.getLogger("simplefsdp")
 
 DEADLINE_S = 1800.0
-"""Seconds to wait for a rank that has not come, torch's own default for collectives: it may still be compiling."""
+"""Seconds to wait for a rank that has not come, gloo's own default for collectives: it may still be compiling."""
 _PATIENCE_S = 60.0
 """Seconds between warnings that a rank is waited for."""
 _FAREWELL_S = 10.0
 """Seconds in which the others shall see that this rank gives up."""
 
-_agreed: weakref.WeakKeyDictionary[Any, dict[str, dict[str, str]]] = weakref.WeakKeyDictionary()
-"""By the store of a world, for as long as there is that world: the records that were compared, and the report in each.
-"""
-_known_failures: set[str] = set()
+Ranks = tuple[int, ...]
+"""Of a process group, in its order."""
+
+
+@dataclass
+class _World:
+    """What this process knows of one ``init_process_group``."""
+
+    me: str = field(default_factory=lambda: secrets.token_hex(8))
+    agreed: dict[str, dict[str, str]] = field(default_factory=dict)
+    """The records that were compared, and the report in each."""
+    rooms: dict[Ranks, Any] = field(default_factory=dict)
+    """By group: its part of the store."""
+    known_failures: set[str] = field(default_factory=set)
+
+
+_worlds: weakref.WeakKeyDictionary[Any, _World] = weakref.WeakKeyDictionary()
+"""By store, for as long as torch keeps that."""
+
+
+def _world() -> _World:
+    return _worlds.setdefault(default_store(), _World())
 
 
 def agree(_any: Tensor, record: str) -> Tensor:
@@ -60,7 +87,7 @@ def agree(_any: Tensor, record: str) -> Tensor:
     Raises:
         RuntimeError: a rank of one of the record's groups has another one, or does not come before the deadline.
     """
-    agreed = _agreed.setdefault(default_store(), {})
+    agreed = _world().agreed
     if (report := agreed.get(record)) is None:
         content = json.loads(record)
         compare({group: [*content["about"], *lines] for group, lines in content["sequence"].items()})
@@ -77,9 +104,10 @@ AGREE = torch.ops.simplefsdp.agree.default
 has_side_effect(AGREE)
 
 
-def add_record(graph: Graph, about: Sequence[str], report: Report | None = None) -> None:
+def add_record(graph: Graph, about: Sequence[str], groups: Iterable[str] = (), report: Report | None = None) -> None:
     """Let ``graph`` begin with the comparison of its collectives, in the order they are in, and of ``about``.
 
+    ``groups``: names of those that compare in any case; in forward, those that only gradients are reduced over.
     ``report``: to keep with the graph.
     """
     collectives = [node for node in graph.nodes if MARK in node.meta]
@@ -88,14 +116,16 @@ def add_record(graph: Graph, about: Sequence[str], report: Report | None = None)
     first = next(node for node in graph.nodes if node.op != "placeholder")
     given = next(n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta["val"], Tensor))
     with graph.inserting_before(first):
-        node = graph.call_function(AGREE, (given, record(collectives, about, report)))
+        node = graph.call_function(AGREE, (given, record(collectives, about, groups, report)))
     node.meta["val"] = given.meta["val"].new_empty(0)
     graph.lint()
 
 
-def record(collectives: Iterable[Node], about: Sequence[str], report: Report | None = None) -> str:
+def record(
+    collectives: Iterable[Node], about: Sequence[str], groups: Iterable[str] = (), report: Report | None = None
+) -> str:
     """The record of a graph that issues ``collectives`` in this order."""
-    sequence: dict[str, list[str]] = {}
+    sequence: dict[str, list[str]] = {group: [] for group in groups}
     for node in collectives:
         options, group = node.args[1:-1], str(node.args[-1])
         value = node.all_input_nodes[0].meta["val"]
@@ -113,8 +143,9 @@ def with_sequence(old: str, collectives: Iterable[Node]) -> str:
     Raises:
         PlanError: they are not the same collectives.
     """
-    content, sequence = json.loads(old), json.loads(record(collectives, ()))["sequence"]
-    for group in {**content["sequence"], **sequence}:
+    content = json.loads(old)
+    sequence = json.loads(record(collectives, (), content["sequence"]))["sequence"]
+    for group in sequence:
         before, after = (Counter(lines.get(group, ())) for lines in (content["sequence"], sequence))
         if before != after:
             raise PlanError(
@@ -125,25 +156,26 @@ def with_sequence(old: str, collectives: Iterable[Node]) -> str:
 
 def compare(lines: Mapping[str, Sequence[str]], deadline_s: float | None = None) -> None:
     """Meet the ranks of each process group (by name) at the store; see [Note: meeting at the store]."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[Ranks, list[str]] = {}
     for name, content in lines.items():
-        ranks = group_ranks(name)
+        ranks = tuple(group_ranks(name))
         if len(ranks) > 1 and not stands_alone(name):
-            groups.setdefault(" ".join(map(str, ranks)), []).extend(content)  # several groups may have the same ranks
+            groups.setdefault(ranks, []).extend(content)  # several groups may have the same ranks
     if groups:
-        _Meeting({ranks: "\n".join(content) for ranks, content in groups.items()}).hold(
-            DEADLINE_S if deadline_s is None else deadline_s
-        )
+        records = {ranks: "\n".join(content) for ranks, content in groups.items()}
+        seconds = DEADLINE_S if deadline_s is None else deadline_s
+        _Meeting(records, dist.get_rank(), _world(), default_store(), seconds).hold()
 
 
 def forget_failures() -> None:
     """Where a process goes on after such an error (a test, a notebook): on all ranks, when all have had theirs."""
-    store = _store()
-    _known_failures.update(_get(store, f"failed/{rank}") for rank in range(dist.get_world_size()))
+    world = _world()
+    for ranks, room in world.rooms.items():
+        world.known_failures.update(_get(room, f"failed/{rank}") for rank in ranks)
 
 
-def _store() -> Any:
-    return dist.PrefixStore("simplefsdp", default_store())
+def _part(store: Any, name: str) -> Any:
+    return dist.PrefixStore(name, store)
 
 
 def _get(store: Any, key: str) -> str:
@@ -151,79 +183,142 @@ def _get(store: Any, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-class _Meeting:
-    def __init__(self, groups: Mapping[str, str]):
-        self.store = _store()
-        self.me = dist.get_rank()
-        self.groups = groups
-        self.digests = {group: _digest(text) for group, text in groups.items()}
+def _first_missing(store: Any, keys: Sequence[str]) -> int:
+    """The position of the first key without a value; how many there are, if all have one."""
+    if store.check(keys):
+        return len(keys)
+    return bisect_left(range(len(keys)), True, key=lambda i: not store.check(keys[: i + 1]))
 
-    def hold(self, deadline_s: float) -> None:
-        for group, digest in self.digests.items():
-            if not self.store.check([f"{group}/{digest}"]):
-                self.store.set(f"{group}/{digest}", self.groups[group])
-            self.store.set(f"{group}/{digest}/{self.me}", "came")
-        self.store.set(f"now/{self.me}", json.dumps(self.digests))
-        deadline = time.monotonic() + deadline_s
+
+def _keys(what: str, ranks: Ranks) -> list[str]:
+    return [f"{what}/{rank}" for rank in ranks]
+
+
+class _Meeting:
+    """One rank's part in it."""
+
+    def __init__(self, records: Mapping[Ranks, str], me: int, world: _World, store: Any, deadline_s: float):
+        self.records = records
+        self.digests = {ranks: _digest(text) for ranks, text in records.items()}
+        self.me = me
+        self.world = world
+        self.lobbies = {ranks: _part(store, f"simplefsdp/{_digest(str(ranks))}") for ranks in records}
+        self.announced: set[tuple[Ranks, str]] = set()
+        self.deadline = time.monotonic() + deadline_s
+
+    def hold(self) -> None:
         try:
-            self._meet_all("", deadline)
-            for group, digest in self.digests.items():
-                self.store.set(f"{group}/{digest}/{self.me}/met", "yes")
-            self._meet_all("/met", deadline)
+            for lobby in self.lobbies.values():
+                lobby.set(f"here/{self.me}", self.world.me)
+            self._until_all_have("came")
+            self._until_all_have("met")
         except _Disagreement as error:
-            self._give_up(str(error))
+            with suppress(dist.DistError):  # the store may be another process's, which has gone
+                self._give_up(str(error))
             raise RuntimeError(str(error)) from None
         finally:
-            self.store.set(f"now/{self.me}", "")
+            with suppress(dist.DistError):
+                for ranks, _ in self.announced:
+                    self.world.rooms[ranks].set(f"now/{self.me}", "")
 
-    def _meet_all(self, what: str, deadline: float) -> None:
-        awaited = [(group, int(rank)) for group in self.groups for rank in group.split()]
-        keys = [f"{group}/{self.digests[group]}/{rank}{what}" for group, rank in awaited]
-        come, pause, patience = 0, 0.001, time.monotonic() + _PATIENCE_S
-        while not self.store.check(keys[come:]):
-            # Not one by one: of N ranks each would ask the store, which is one process, N times.
-            come = bisect_left(range(len(keys)), True, come, key=lambda i: not self.store.check(keys[come : i + 1]))
-            if come == len(keys):
-                return
-            group, rank = awaited[come]
-            self._look_for_trouble(group, rank)
-            if time.monotonic() > deadline:
-                raise _Disagreement(f"rank {rank} has not come to a graph that rank {self.me} waits to run")
-            if time.monotonic() > patience:
+    def _until_all_have(self, what: str) -> None:
+        pause, patience = 0.001, time.monotonic() + _PATIENCE_S
+        longest = max(0.1, max(map(len, self.records)) / 1000)
+        while lagging := [ranks for ranks in self.records if not self._all_have(ranks, what)]:
+            late = time.monotonic() > self.deadline
+            # Who is missing is asked seldom: it takes more of the store than whether somebody is.
+            awaited = [self._missing(ranks, what) for ranks in lagging] if late or pause == longest else []
+            if late:
+                raise _Disagreement(f"rank {awaited[0]} has not come to a graph that rank {self.me} waits to run")
+            if awaited and time.monotonic() > patience:
                 log.warning(
                     "rank %d waits for rank %d to come to a graph that has just been compiled; if that rank trains on, "
                     "it was compiled here alone, for inputs that other ranks do not have",
                     self.me,
-                    rank,
+                    awaited[0],
                 )
                 patience += _PATIENCE_S
             time.sleep(pause)
-            pause = min(2 * pause, 0.1)
+            pause = min(2 * pause, longest)
 
-    def _look_for_trouble(self, group: str, rank: int) -> None:
-        mine = self.digests[group]
-        theirs = json.loads(_get(self.store, f"now/{rank}") or "{}").get(group, mine)
-        failed = _get(self.store, f"failed/{rank}")
-        if failed and failed not in _known_failures:
+    def _enter(self, ranks: Ranks) -> bool:
+        """Whether all ranks have agreed on the group's room."""
+        if ranks in self.world.rooms:
+            return True
+        lobby = self.lobbies[ranks]
+        here, rooms = _keys("here", ranks), _keys("room", ranks)
+        if not lobby.check(here):
+            return False
+        name = _digest(" ".join(value.decode() for value in lobby.multi_get(here)))
+        lobby.set(f"room/{self.me}", name)
+        if not lobby.check(rooms) or set(lobby.multi_get(rooms)) != {name.encode()}:
+            return False
+        self.world.rooms[ranks] = _part(lobby, name)
+        return True
+
+    def _all_have(self, ranks: Ranks, what: str) -> bool:
+        """Whether all ranks of the group have announced it; this one does."""
+        if not self._enter(ranks):
+            return False
+        room, digest = self.world.rooms[ranks], self.digests[ranks]
+        if self._is_new(ranks, what) and not room.check([f"{digest}/{what}/{self.me}"]):
+            room.set(f"{digest}/{what}/{self.me}", "yes")
+            room.add(f"{digest}/{what}", 1)
+        return bool(room.add(f"{digest}/{what}", 0) == len(ranks))
+
+    def _is_new(self, ranks: Ranks, what: str) -> bool:
+        """Whether this rank has not announced it before; the others then know what it waits with."""
+        if (ranks, what) in self.announced:
+            return False
+        self.announced.add((ranks, what))
+        self.world.rooms[ranks].set(self.digests[ranks], self.records[ranks])
+        self.world.rooms[ranks].set(f"now/{self.me}", self.digests[ranks])
+        return True
+
+    def _missing(self, ranks: Ranks, what: str) -> int:
+        """A rank that has not announced it."""
+        if ranks not in self.world.rooms:
+            i = _first_missing(self.lobbies[ranks], _keys("here", ranks))
+        elif (i := _first_missing(self.world.rooms[ranks], _keys(f"{self.digests[ranks]}/{what}", ranks))) < len(ranks):
+            self._look_for_trouble(ranks, ranks[i])
+        return ranks[min(i, len(ranks) - 1)]  # the last, if all have come meanwhile
+
+    def _look_for_trouble(self, ranks: Ranks, rank: int) -> None:
+        room, mine = self.world.rooms[ranks], self.digests[ranks]
+        theirs = _get(room, f"now/{rank}") or mine
+        failed = _get(room, f"failed/{rank}")
+        if failed and failed not in self.world.known_failures:
             failure = json.loads(failed)
-            theirs = failure["digests"].get(group, mine)
+            theirs = failure["digest"]
             if theirs == mine:
                 raise _Disagreement(f"rank {rank} gave up: {failure['why']}")
-        if theirs != mine and not self.store.check([f"{group}/{theirs}/{self.me}"]):
-            raise _Disagreement(_difference(self.groups[group], _get(self.store, f"{group}/{theirs}"), self.me, rank))
+        if theirs != mine and not room.check([f"{theirs}/came/{self.me}"]):
+            raise _Disagreement(_difference(self.records[ranks], _get(room, theirs), self.me, rank))
 
     def _give_up(self, why: str) -> None:
-        """Say so, and stay for a while: the store may be this process's."""
-        self.store.set(f"failed/{self.me}", json.dumps({"why": why, "digests": self.digests, "when": time.time_ns()}))
-        until = time.monotonic() + _FAREWELL_S
-        others = {rank for group in self.groups for rank in group.split() if int(rank) != self.me}
-        while others and time.monotonic() < until:
-            for rank in list(others):
-                failed = _get(self.store, f"failed/{rank}")
-                if failed and failed not in _known_failures:
-                    _known_failures.add(failed)
-                    others.remove(rank)
+        """Say so in all rooms, and stay for a while: others may not have come yet, and the store may be in here."""
+        leave = time.monotonic() + _FAREWELL_S
+        unheard = [*self.records]
+        while unheard:
+            unheard = [ranks for ranks in unheard if not self._all_have_failed(ranks, why)]
+            if time.monotonic() > leave:
+                return
             time.sleep(0.01)
+
+    def _all_have_failed(self, ranks: Ranks, why: str) -> bool:
+        """Whether all others of the group have given up too; this one does."""
+        if not self._enter(ranks):
+            return False
+        room, known = self.world.rooms[ranks], self.world.known_failures
+        if self._is_new(ranks, "failed"):
+            failure = {"why": why, "digest": self.digests[ranks], "when": time.time_ns()}
+            room.set(f"failed/{self.me}", json.dumps(failure))
+        keys = [key for key in _keys("failed", ranks) if key != f"failed/{self.me}"]
+        failures = [value.decode() for value in room.multi_get(keys)] if room.check(keys) else []
+        if not failures or not known.isdisjoint(failures):
+            return False
+        known.update(failures)
+        return True
 
 
 class _Disagreement(Exception):
@@ -231,7 +326,7 @@ class _Disagreement(Exception):
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _difference(mine: str, theirs: str, me: int, rank: int) -> str:

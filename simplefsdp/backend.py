@@ -209,6 +209,8 @@ class Passes:
     """FQN and shape of all parameters of the models, in registration order."""
     about: tuple[str, ...]
     """What ranks must have in common, besides the collectives."""
+    groups: tuple[str, ...]
+    """Names of all process groups of the parameters."""
     key: str
     """For the compile cache: all that the passes depend on, and their own source."""
     report: Report | None
@@ -262,7 +264,7 @@ class Passes:
         if order and self.request is not None:
             order_graph(graph)
         self._write(f"{first + 1}_{kind}_after_bucket", graph)
-        add_record(graph, self.about, self.report)
+        add_record(graph, self.about, self.groups, self.report)
 
     def _write(self, step: str, graph: Graph) -> None:
         if self.report is not None:
@@ -354,7 +356,13 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
         shapes_of_inputs = [tuple(value.shape) for value in example_inputs if isinstance(value, Tensor)]
         graph = repr((nodes, shapes_of_inputs, torch.is_grad_enabled()))
         report = Report(hashlib.sha256((key + graph).encode()).hexdigest(), folder)
-    return Passes(params, request, tuple(buckets), tuple(parameters), about, key, report)
+    groups = dict.fromkeys(
+        group.name
+        for info in found.values()
+        for group in (info.communication.shard_group, info.communication.replica_group)
+        if group is not None
+    )
+    return Passes(params, request, tuple(buckets), tuple(parameters), about, tuple(groups), key, report)
 
 
 def _line(param: GraphParameter, info: ShardedParameter, value: Any) -> str:

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+import threading
 from typing import Any
 from unittest import mock
 
@@ -124,41 +124,119 @@ def _alone() -> str | None:
 def test_a_rank_that_waits_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(agreement, "_PATIENCE_S", 0.05)
     monkeypatch.setattr(agreement, "_FAREWELL_S", 0)
-    meeting, _ = meeting_of(3, come=[0, 1])
-    with pytest.raises(RuntimeError, match="rank 2 has not come"):
-        meeting.hold(0.2)
+    assert meet(dist.HashStore(), {0: "a", 1: "a"}, size=3, deadline_s=0.2) == {
+        rank: f"rank 2 has not come to a graph that rank {rank} waits to run" for rank in range(2)
+    }
     assert "rank 0 waits for rank 2 to come to a graph that has just been compiled" in caplog.text
 
 
-def test_a_meeting_of_many_ranks_asks_the_store_little() -> None:
-    meeting, asked = meeting_of(512, come=range(512))
-    meeting.hold(1)
-    assert len(asked) < 10
-    meeting, asked = meeting_of(512, come=range(400))
-    with pytest.raises(RuntimeError, match="rank 400 has not come"), mock.patch.object(agreement, "_FAREWELL_S", 0):
-        meeting.hold(0)
-    assert len(asked) < 30
+def meet(store: Any, records: dict[int, str], size: int, deadline_s: float = 60, worlds: Any = None) -> dict[int, str]:
+    """What each rank (a thread) is told, one of a group of ``size``."""
+    said: dict[int, str] = {}
+
+    def rank(me: int, record: str) -> None:
+        world = worlds[me] if worlds else agreement._World()
+        try:
+            agreement._Meeting({tuple(range(size)): record}, me, world, store, deadline_s).hold()
+            said[me] = ""
+        except RuntimeError as error:
+            said[me] = str(error)
+
+    threads = [threading.Thread(target=rank, args=each) for each in records.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return dict(sorted(said.items()))
 
 
-def meeting_of(size: int, come: Iterable[int]) -> tuple[Any, list[str]]:
-    """Rank 0's meeting with others, some of which have come, and what it asks the store."""
-    asked: list[str] = []
+class Counted:
+    """A store in Python that counts what it is asked."""
 
-    class Store(dist.HashStore):
-        def check(self, keys: list[str]) -> bool:
-            asked.append(keys[0])
-            return super().check(keys)
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.calls = self.bytes = 0
+        self.lock = threading.Lock()
 
-    store, group = Store(), " ".join(map(str, range(size)))
-    with (
-        mock.patch.object(agreement, "_store", return_value=store),
-        mock.patch.object(dist, "get_rank", return_value=0),
-    ):
-        meeting = agreement._Meeting({group: "a program"})
-    for rank in come:
-        for what in ("", "/met"):
-            store.set(f"{group}/{meeting.digests[group]}/{rank}{what}", "yes")
-    return meeting, asked
+    def _count(self, *keys: str) -> None:
+        self.calls += 1
+        self.bytes += sum(map(len, keys))
+
+    def set(self, key: str, value: str) -> None:
+        with self.lock:
+            self._count(key, value)
+            self.values[key] = value.encode()
+
+    def add(self, key: str, amount: int) -> int:
+        with self.lock:
+            self._count(key)
+            self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
+            return int(self.values[key])
+
+    def check(self, keys: list[str]) -> bool:
+        with self.lock:
+            self._count(*keys)
+            return all(key in self.values for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        with self.lock:
+            self._count(*keys)
+            return [self.values[key] for key in keys]
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+
+class Part:
+    def __init__(self, prefix: str, store: Any):
+        self.prefix, self.store = prefix, store
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.store, name)
+
+        def prefixed(keys: Any, *args: Any) -> Any:
+            one = isinstance(keys, str)
+            return call(f"{self.prefix}/{keys}" if one else [f"{self.prefix}/{key}" for key in keys], *args)
+
+        return prefixed
+
+
+def test_a_meeting_of_many_ranks_asks_the_store_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_part", lambda store, prefix: Part(prefix, store))
+    store, size = Counted(), 64
+    worlds = {rank: agreement._World() for rank in range(size)}
+    first = meet(store, dict.fromkeys(range(size), "forward"), size, worlds=worlds)
+    assert set(first.values()) == {""}
+    store.calls = store.bytes = 0
+    second = meet(store, dict.fromkeys(range(size), "backward"), size, worlds=worlds)
+    assert set(second.values()) == {""}
+    assert store.calls < 40 * size, "a rank asks a constant number of times, whatever the number of ranks"
+    assert max(map(len, store.values)) < 200, "TCPStore refuses long keys"
+
+
+def test_a_store_that_is_older_than_the_world_is_no_witness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_FAREWELL_S", 2)
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    assert meet(store, {0: "a", 1: "a"}, size=2) == {0: "", 1: ""}
+    for _ in range(3):  # what was agreed, or found different, in another world counts for nothing in the next
+        said = meet(store, {0: "a", 1: "b"}, size=2)
+        assert all(
+            "on rank 0 'a', on rank 1 'b'" in text or "on rank 1 'b', on rank 0 'a'" in text for text in said.values()
+        )
+        assert meet(store, {0: "b", 1: "b"}, size=2) == {0: "", 1: ""}
+
+
+def test_a_rank_whose_store_goes_away_still_says_why() -> None:
+    store, gone = dist.HashStore(), mock.patch.object(agreement._Meeting, "_give_up", side_effect=dist.DistNetworkError)
+    with gone:
+        assert meet(store, {0: "a"}, size=2, deadline_s=0) == {
+            0: "rank 1 has not come to a graph that rank 0 waits to run"
+        }
+
+
+def test_where_one_program_ends_earlier_is_said() -> None:
+    assert agreement._difference("a", "a\nb", 0, 1).endswith("on rank 0 nothing more, on rank 1 'b'")
+    assert agreement._difference("a\nb", "a", 0, 1).endswith("on rank 0 'b', on rank 1 nothing more")
 
 
 def test_another_world_agrees_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
