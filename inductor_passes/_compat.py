@@ -39,6 +39,7 @@ __all__ = [
     "NOTHING_ELSE_MOVES",
     "OUT_FORMS_REACH_PYTHON_GROUPS",
     "REDUCES_IN_OWN_DTYPE",
+    "TO_LOCAL_HAS_A_SECOND_DERIVATIVE",
     "CheckpointPolicy",
     "CustomGraphPass",
     "CustomPartitionerFn",
@@ -102,6 +103,10 @@ OUT_FORMS_REACH_PYTHON_GROUPS = _VERSION >= (2, 15)
 
 REDUCES_IN_OWN_DTYPE = _VERSION >= (2, 15)
 """Whether ``MixedPrecisionPolicy.reduce_dtype=None`` is the dtype of the parameter; before, that of the gradient."""
+
+
+TO_LOCAL_HAS_A_SECOND_DERIVATIVE = _VERSION >= (2, 12)
+"""Before, the gradient of ``DTensor.to_local`` is a ``DTensor`` without a history."""
 
 
 def take_gradients_as_they_are(ctx: Any) -> None:

@@ -10,8 +10,9 @@
 
 All-reduces, also those that follow a reduce-scatter, are merged in the same way. Packing order is the bucket's own:
 rank r's part of the buffer holds member 0's rows of rank r, then member 1's, as in FSDP2; ``copies.py`` has the
-operators. A bucket is carried out by one collective per process group and, for reductions, dtype and operator; a
-member that the graph does not gather (or reduce) is left out, and a collective that stays alone is not touched.
+operators. A bucket is carried out by one collective for all members that are alike: of one process group and, for
+reductions, one dtype, operator and all-reduce that follows. A member that the graph does not gather (or reduce) is left
+out, and a collective that stays alone is not touched.
 """
 
 import operator

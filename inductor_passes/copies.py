@@ -68,7 +68,7 @@ def pack_gradients(gradients: Sequence[Tensor], ranks: int, dtype: torch.dtype) 
     if contiguous and all(g.dtype is dtype and not g.shape[0] % ranks for g in gradients):
         return torch.cat([g.view(ranks, g.numel() // ranks) for g in gradients], dim=1).view(-1)
     buffer = gradients[0].new_empty(ranks, sum(chunks), dtype=dtype)
-    if contiguous and buffer.is_cuda and len({gradient.dtype for gradient in gradients}) == 1:
+    if contiguous and _has_a_kernel(buffer, gradients):
         return torch._chunk_cat(list(gradients), 0, ranks, out=buffer).view(-1)  # one kernel, as in FSDP2
     into, taken = [], []
     for part, gradient in zip(buffer.split(chunks, dim=1), gradients, strict=True):
@@ -84,6 +84,13 @@ def pack_gradients(gradients: Sequence[Tensor], ranks: int, dtype: torch.dtype) 
             taken.append(rest)
     torch._foreach_copy_(into, taken)
     return buffer.view(-1)
+
+
+def _has_a_kernel(buffer: Tensor, gradients: Sequence[Tensor]) -> bool:
+    """Whether ``torch._chunk_cat`` has one for them; it pads and casts by others first where it has not."""
+    casts = {(gradient.dtype, buffer.dtype) for gradient in gradients}
+    same = casts == {(buffer.dtype, buffer.dtype)} or casts == {(torch.bfloat16, torch.float32)}
+    return buffer.is_cuda and same and all(gradient.numel() for gradient in gradients)
 
 
 def _of_buffer(dtypes: Sequence[torch.dtype]) -> torch.dtype:

@@ -41,8 +41,8 @@ class Bucket(NamedTuple):
     """In packing order."""
     issue: str | None
     """Of a gather: before the first use of this parameter's full weight, and before the wait for that, if it is due
-    there. Of a reduction: when this parameter's full gradient, and all of the bucket's own, are there, and those before
-    it in the plan have been issued. ``None``: at the start of the graph."""
+    there; ``None``: at the start of the graph. Of a reduction: when this parameter's full gradient, and all of the
+    bucket's own, are there, and those before it in the plan have been issued; ``None``: nothing but these."""
     wait: str | None
     """Of a gather: before the first use of this parameter, the first of the bucket to be used. Of a reduction: before
     the reduction of this parameter is issued. ``None``: at the end of the graph."""
@@ -78,8 +78,7 @@ class PlanError(RuntimeError):
     """The plan cannot be carried out on this graph."""
 
 
-# Within a slot: what was waited for is out of the way before anything is issued, and nothing is awaited before all that
-# is due has been issued.
+# Within a slot: reductions are awaited before anything is issued, gathers when all that is due has been issued.
 _REDUCED, _ALL_REDUCE, _REDUCTION, _GATHER, _GATHERED, _COMPUTE = range(6)
 
 

@@ -51,7 +51,7 @@ class BucketPlan:
 
     @property
     def hash(self) -> str:
-        """Of all that it says; equal on every rank."""
+        """Of all that it says, but the order of ``parameters``; equal on every rank."""
         return hashlib.sha256(self._json().encode()).hexdigest()[:16]
 
     def save(self, path: str | Path) -> None:
@@ -148,6 +148,10 @@ class BucketPlan:
                     if place.get(fqn, -1) > due:
                         first = next(f for f in bucket.fqns if place.get(f) == due)
                         raise ValueError(f"plan: {direction}[{i}].{point}: {fqn} is used after {first}, of this bucket")
+                if place.get(bucket.issue or "", -1) > place.get(bucket.wait or "", due):
+                    raise ValueError(
+                        f"plan: {direction}[{i}]: {bucket.issue}, its issue point, is used after its wait point"
+                    )
         issued = {}
         for i, bucket in enumerate(self.reductions):
             issued.update(dict.fromkeys(bucket.fqns, i))

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from inductor_passes._compat import (
     REDUCES_IN_OWN_DTYPE,
+    TO_LOCAL_HAS_A_SECOND_DERIVATIVE,
     dtensor,
     take_gradients_as_they_are,
     temporarily_clear_interpreter_stack,
@@ -222,6 +223,10 @@ class _Stand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if torch.is_grad_enabled() and not TO_LOCAL_HAS_A_SECOND_DERIVATIVE:
+            raise RuntimeError(
+                f"gradients of gradients (create_graph=True) need torch 2.12, this is {torch.__version__}"
+            )
         return _Reduce.apply(grad, ctx.comm, ctx.local), None
 
 

@@ -121,21 +121,30 @@ def test_any_buckets_give_the_same_values(specs, data):
         assert all(node.op == "placeholder" for node in packed.args[0]), "casts and pads are part of the copy"
 
 
+PAD, CAST = torch.ops.aten.constant_pad_nd.default, torch.ops.prims.convert_element_type.default
+
+
 @pytest.mark.parametrize(
-    ("cut", "pad"),
-    [([0, -2, 0, 0], [0, 2]), ([0, 0, 0, -2], [0, 0, 0, 2]), ([0, 0, 0, -2], [0, 0, 0, 2, 9.0])],
-    ids=["columns", "rows", "not with zeros"],
+    "steps",
+    [
+        [(PAD, [0, -2]), (PAD, [0, 2])],
+        [(PAD, [0, -2, 0, 0]), (PAD, [0, 2, 0, 0])],
+        [(PAD, [0, 0, 0, -2]), (PAD, [0, 0, 0, 2])],
+        [(PAD, [0, 0, 0, -2]), (PAD, [0, 0, 0, 2], 9.0)],
+        [(torch.ops.aten.slice.Tensor, 0, 0, 3), (PAD, [0, 0, 0, 6])],
+        [(CAST, torch.bfloat16), (CAST, torch.float32)],
+    ],
+    ids=["columns", "columns, rows as they are", "rows", "not with zeros", "more rows than ranks need", "rounded"],
 )
-def test_what_the_user_cuts_off_and_pads_stays_so(cut: list[int], pad: list[float]) -> None:
-    graph, x = Graph(), torch.arange(1.0, 37).view(9, 4)
+def test_what_the_user_cuts_off_pads_and_rounds_stays_so(steps: list[tuple[Any, ...]]) -> None:
+    graph, x = Graph(), torch.arange(1.0, 37).view(9, 4) / 7
     with FakeTensorMode() as mode:
         outputs = []
         for i in range(2):
             node = graph.placeholder(f"x{i}")
             node.meta["val"] = mode.from_tensor(x)
-            node = call(graph, torch.ops.aten.constant_pad_nd.default, node, cut)
-            value = pad[4:] or [0.0]
-            node = call(graph, torch.ops.aten.constant_pad_nd.default, node, [int(n) for n in pad[:4]], *value)
+            for target, *args in steps:
+                node = call(graph, target, node, *args)
             node = call(graph, REDUCE_SCATTER, node, "sum", RANKS, "0")
             node.meta[MARK] = (f"p{i}",)
             outputs.append(call(graph, WAIT, node))
@@ -175,6 +184,39 @@ def test_what_was_not_merged_is_an_error(monkeypatch):
     monkeypatch.setattr(bucket_pass, "_merge_gathers", lambda *_: None)
     with pytest.raises(PlanError, match="not merged, or lost: p0"):
         merge(graph, ["p0", "p1"], ["p2"])
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_what_was_lost_in_merging_is_an_error(monkeypatch):
+    merged = bucket_pass._collective
+    monkeypatch.setattr(
+        bucket_pass, "_collective", lambda like, packed, members, *o: merged(like, packed, members[:1], *o)
+    )
+    graph, _ = chains([GATHER, GATHER])
+    with pytest.raises(PlanError, match="not merged, or lost: p1"):
+        merge(graph, ["p0", "p1"])
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_what_prepares_a_shard_comes_forward_and_compute_stays():
+    graph, compute = Graph(), (torch.ops.aten.neg.default, torch.ops.aten.abs.default, torch.ops.aten.exp.default)
+    with FakeTensorMode():
+        shards = [graph.placeholder(f"x{i}") for i in range(2)]
+        for shard in shards:
+            shard.meta["val"] = torch.empty(2, 3)
+        moved = [shards[0], call(graph, torch.ops.aten.permute.default, shards[1], [1, 0])]
+        outputs = []
+        for i in range(2):
+            gather = call(graph, ALL_GATHER, moved[i], RANKS, "0")
+            gather.meta[MARK] = (f"p{i}",)
+            outputs.append(call(graph, compute[i], call(graph, WAIT, gather)))
+            outputs.append(call(graph, compute[2], shards[0]))
+            if i == 0:
+                outputs[-1].append(moved[1])
+        graph.output(tuple(outputs))
+    before = [node.target for node in graph.nodes if node.target in compute]
+    merge(graph, ["p0", "p1"])
+    assert [node.target for node in graph.nodes if node.target in compute] == before
 
 
 @pytest.mark.usefixtures("one_of_four")

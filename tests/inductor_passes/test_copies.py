@@ -1,9 +1,13 @@
 """Packing and unpacking move every value to where FSDP2 would have it."""
 
+from unittest import mock
+
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given, settings
 
+from inductor_passes import copies
 from inductor_passes.copies import PACK_GRADIENTS, PACK_SHARDS, UNPACK_WEIGHTS
 
 SHAPE = st.lists(st.integers(0, 5), min_size=1, max_size=3)
@@ -43,15 +47,36 @@ def test_what_all_ranks_pack_is_unpacked_cast_and_padded(members, ranks):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(SHAPE, st.booleans()), min_size=1, max_size=5), st.integers(1, 4), st.booleans())
-def test_gradients_are_packed_as_fsdp2_does(members, ranks, cast):
+@given(
+    st.lists(st.tuples(SHAPE, st.booleans()), min_size=1, max_size=5), st.integers(1, 4), st.booleans(), st.booleans()
+)
+def test_gradients_are_packed_as_fsdp2_does(members, ranks, cast, as_on_cuda):
     gradients = [numbered(shape, 100 * i) for i, (shape, _) in enumerate(members)]
     dtype = torch.float64 if cast else torch.float32
     given_as = [turned(g) if turn else g for g, (_, turn) in zip(gradients, members, strict=True)]
-    packed = PACK_GRADIENTS(given_as, ranks, dtype)
+    one_kernel = as_on_cuda and not cast and all(gradient.numel() for gradient in gradients)
+    with mock.patch.object(copies, "_has_a_kernel", return_value=one_kernel):
+        packed = PACK_GRADIENTS(given_as, ranks, dtype)
     there = [gradient for gradient in gradients if gradient.numel()]
     expected = torch._chunk_cat(there, 0, ranks) if there else torch.empty(0)
     torch.testing.assert_close(packed, expected.flatten().to(dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("on_cuda", "gradients", "buffer", "has"),
+    [
+        (True, [torch.float32, torch.float32], torch.float32, True),
+        (True, [torch.bfloat16, torch.bfloat16], torch.float32, True),
+        (True, [torch.bfloat16, torch.float32], torch.float32, False),
+        (True, [torch.float16], torch.float32, False),
+        (False, [torch.float32], torch.float32, False),
+    ],
+)
+def test_what_torch_packs_in_one_kernel(on_cuda, gradients, buffer, has):
+    given_as = [torch.empty(3, 2, dtype=dtype) for dtype in gradients]
+    into = mock.Mock(is_cuda=on_cuda, dtype=buffer)
+    assert copies._has_a_kernel(into, given_as) is has
+    assert not copies._has_a_kernel(into, [*given_as, given_as[0][:0]])
 
 
 def test_fake_tensors_have_the_shapes_of_real_ones():

@@ -1,6 +1,8 @@
 """Order respects what nodes need and puts each collective where its plan says, on FX graphs and kernels."""
 
+import ast
 import itertools
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +17,10 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes import bucket as bucket_pass
+from inductor_passes import order as order_pass
+from inductor_passes import scheduler
 from inductor_passes._compat import NOTHING_ELSE_MOVES
+from inductor_passes.collectives import MARK
 from inductor_passes.order import Bucket, Item, PlanError, check_order, first_uses, graph_items, order
 from simplefsdp import manual_plan, simple_fsdp
 from tests.graphs import WAIT, capture
@@ -158,8 +163,10 @@ def test_needs_are_respected_and_the_plan_is_realised(program):
         point = item.bucket and (item.bucket.then if item.followed or item.kind == "reduction" else item.bucket.wait)
         if item.kind == "reduced" or item.follows:
             assert before(i) == (before(issued[point]) if point else n)
-            if point and point not in item.fqns and item.kind == "reduced":
+            if point and point not in item.fqns:
                 assert place[i] < place[issued[point]]
+    gathers, reductions = ([i for i, item in enumerate(items) if item.kind == kind] for kind in ("gather", "reduction"))
+    assert all(place[r] < place[g] for g in gathers for r in reductions if before(g) == before(r))
     for copy, collective in program.copies.items():
         assert before(copy) == before(collective)
 
@@ -227,6 +234,61 @@ def test_what_one_node_uses_first_is_in_the_order_of_the_graph_on_every_rank():
     weights = [_add_gather(program, Bucket((fqn,), None, fqn))[fqn] for fqn in fqns]
     program.add(*weights, reads_inputs=True)
     assert first_uses(program.items) == fqns
+    program.items.pop()
+    assert list(frozenset([weights[0], weights[2]])) == [weights[2], weights[0]], "sets of numbers have their own order"
+    program.add(weights[2], weights[0], reads_inputs=True)
+    assert first_uses(program.items)[:2] == [fqns[0], fqns[2]]
+
+
+def test_a_gather_is_awaited_where_the_plan_says_though_its_own_use_is_later():
+    program = Program()
+    weights = [_add_gather(program, Bucket((fqn,), None, "b"))[fqn] for fqn in "ab"]
+    use_of_b = program.add(weights[1], reads_inputs=True)
+    program.add(weights[0], reads_inputs=True)
+    before_it = itertools.takewhile(lambda i: i != use_of_b, order(program.items))
+    assert sum(program.items[i].kind == "gathered" for i in before_it) == 2
+
+
+def test_what_needs_nothing_stays_where_it_is():
+    program = Program()
+    first, second = program.add(), program.add()
+    program.add(second, reads_inputs=True)
+    program.add(first, reads_inputs=True)
+    assert order(program.items) == [0, 1, 2, 3]
+
+
+def test_a_gradient_that_is_there_from_the_start_is_reduced_at_once():
+    program = Program()
+    program.add(reads_inputs=True)
+    program.add(0)
+    common = {"fqns": ("a",), "bucket": Bucket(("a",), "a", "a")}
+    reduction = program.add(kind="reduction", gradients=((-1, "a"),), **common)
+    program.add(reduction, kind="reduced", **common)
+    assert order(program.items) == [2, 3, 0, 1]
+
+
+def _three_layers() -> nn.Module:
+    return simple_fsdp(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_nodes_that_were_not_put_in_order_are_an_error(monkeypatch):
+    at_first = iter([lambda items: list(range(len(items)))])
+    monkeypatch.setattr(order_pass, "order", lambda items: next(at_first, order)(items))
+    with pytest.raises(Exception, match="the plan is not carried out: at node"):
+        capture(_three_layers(), torch.ones(4, 8), plan="block")
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_kernels_that_were_not_put_in_order_are_an_error(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(scheduler, "order", lambda items: list(range(len(items))))
+    compiled = torch.compile(_three_layers(), backend="simplefsdp", options={"plan": "block"})
+    with (
+        torch._inductor.config.patch(force_disable_caches=True),
+        pytest.raises(Exception, match="the plan is not carried out: at node"),
+    ):
+        compiled(torch.ones(4, 8))
 
 
 def test_what_is_not_in_order_is_said():
@@ -354,7 +416,14 @@ def test_the_code_that_inductor_generates_has_the_order_of_the_graph():
     calls = re.compile(r"(all_gather_into_tensor|reduce_scatter_tensor|wait_tensor|mm)(?:\.default)?\(")
     for code, graph in zip(codes, (captured.forward, captured.backward), strict=True):
         expected = [str(node.target).split(".")[-2] for node in graph.nodes if calls.search(f"{node.target}(")]
-        assert calls.findall(code.split("def call(", 1)[1]) == expected
+        body = code.split("def call(", 1)[1]
+        assert calls.findall(body) == expected
+        # Ranks compare this order, before the first of its collectives.
+        agreement = body.split("all_gather_into_tensor.default(", 1)[0]
+        text = re.search(r"simplefsdp\.agree\.default\(\w+, ('.*')\)", agreement)
+        (sequence,) = json.loads(ast.literal_eval(text[1]))["sequence"].values()
+        marked = [node for node in graph.nodes if MARK in node.meta]
+        assert [line.split(": ")[1].split(", ") for line in sequence] == [[*node.meta[MARK]] for node in marked]
 
 
 class _SumOfWeights(nn.Module):
@@ -403,3 +472,14 @@ def test_a_gradient_that_two_members_of_a_bucket_share_counts_for_both():
     (packed,) = (item for item in graph_items(backward)[1] if item.kind == "pack")
     assert [fqn for _, fqn in packed.gradients] == ["replicated.weight", "sharded.weight"]
     assert len({position for position, _ in packed.gradients}) == 1
+
+
+@pytest.mark.usefixtures("one_of_four")
+@pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
+def test_only_an_all_reduce_whose_input_another_collective_reads_gets_a_copy(mode):
+    model = simple_fsdp(_SumOfWeights() if mode == "fully_shard" else nn.Linear(8, 8), mode=mode)
+    plan = manual_plan(["*"])
+    if mode == "fully_shard":
+        plan = manual_plan(["replicated", "sharded", "inner"])
+    backward = capture(model, torch.ones(4, 8), plan=plan).backward
+    assert not backward.find_nodes(op="call_function", target=torch.ops.aten.clone.default)

@@ -106,7 +106,8 @@ def _switch(cache: str) -> Any:
         forward = compiled(model, INDUCTOR, fullgraph=True)
         counts.append(step_counts(model, forward))
         saved.append(len(whole_weights_saved(model, forward, *batch(0, dist.get_rank()))))
-    hits = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+    counters = torch._dynamo.utils.counters
+    hits = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
     return counts, saved, hits
 
 

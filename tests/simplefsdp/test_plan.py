@@ -346,3 +346,21 @@ def test_a_plan_for_another_model_lists_every_parameter_that_does_not_match():
         "  norm.weight: shape (4, 4) in the plan, (7,) in the model",
         "  out.weight: resharded after forward in the plan, not in the model (reshard_after_forward)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("forward", "reductions", "message"),
+    [
+        ([Bucket(("a",), "b", "a")], [], "forward[0].issue: b is used after a, of this bucket"),
+        ([Bucket(("a",), "a", "b")], [], "forward[0].wait: b is used after a, of this bucket"),
+        ([Bucket(("b",), "b", "a")], [], "forward[0]: b, its issue point, is used after its wait point"),
+        ([], [Bucket(("a",), "a", "a"), Bucket(("b",), "b", "a")], "reductions[1]: its points come before"),
+        ([], [Bucket(("a",), "a", "a", then="b"), Bucket(("b",), "b", "b")], "reductions[0]: its points come before"),
+    ],
+)
+def test_points_that_cannot_be_are_named(forward, reductions, message):
+    shapes = (("a", (1,)), ("b", (1,)))
+    plan = BucketPlan(tuple(forward), (), tuple(reductions), (), shapes)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan.check_order(Uses(["a", "b"], [], ["a", "b"], frozenset()))
+    BucketPlan((Bucket(("b",), "a", "b"),), (), (), (), shapes).check_order(Uses(["a", "b"], [], [], frozenset()))
