@@ -39,7 +39,6 @@ __all__ = [
     "NOTHING_ELSE_MOVES",
     "OUT_FORMS_REACH_PYTHON_GROUPS",
     "REDUCES_IN_OWN_DTYPE",
-    "TO_LOCAL_HAS_A_SECOND_DERIVATIVE",
     "CheckpointPolicy",
     "CustomGraphPass",
     "CustomPartitionerFn",
@@ -65,6 +64,7 @@ __all__ = [
     "is_body",
     "is_ordering_only",
     "load_cpp",
+    "local_of",
     "min_cut_rematerialization_partition",
     "opaque_objects_last",
     "parameter_gradients",
@@ -105,10 +105,6 @@ REDUCES_IN_OWN_DTYPE = _VERSION >= (2, 15)
 """Whether ``MixedPrecisionPolicy.reduce_dtype=None`` is the dtype of the parameter; before, that of the gradient."""
 
 
-TO_LOCAL_HAS_A_SECOND_DERIVATIVE = _VERSION >= (2, 12)
-"""Before, the gradient of ``DTensor.to_local`` is a ``DTensor`` without a history."""
-
-
 def take_gradients_as_they_are(ctx: Any) -> None:
     """Let an autograd function with one output get its gradient in the dtype that it has, where FSDP2 does; before 2.15
     it is always cast to that of the output."""
@@ -121,6 +117,35 @@ def dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], 
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)
+
+
+def local_of(param: DTensor) -> Tensor:
+    """``param.to_local()``, whose gradient before torch 2.12 has no gradient itself, is zeros where there is none, and
+    has strides that differ between ranks where shards are uneven, for which autograd then gathers on some of them."""
+    return param.to_local() if _VERSION >= (2, 12) else _Local.apply(param)
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, param):
+        ctx.spec = param._spec
+        ctx.set_materialize_grads(False)
+        return param._local_tensor.view_as(param._local_tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None if grad is None else _Global.apply(grad, ctx.spec)
+
+
+class _Global(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, local, spec):
+        ctx.spec = spec
+        return DTensor(local, spec, requires_grad=False)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Local.apply(grad.redistribute(ctx.spec.mesh, ctx.spec.placements)), None
 
 
 def inside_torch_compile() -> bool:

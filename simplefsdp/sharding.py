@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from inductor_passes._compat import (
     REDUCES_IN_OWN_DTYPE,
-    TO_LOCAL_HAS_A_SECOND_DERIVATIVE,
     dtensor,
+    local_of,
     take_gradients_as_they_are,
     temporarily_clear_interpreter_stack,
 )
@@ -223,10 +223,6 @@ class _Stand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if torch.is_grad_enabled() and not TO_LOCAL_HAS_A_SECOND_DERIVATIVE:
-            raise RuntimeError(
-                f"gradients of gradients (create_graph=True) need torch 2.12, this is {torch.__version__}"
-            )
         return _Reduce.apply(grad, ctx.comm, ctx.local), None
 
 
@@ -258,14 +254,12 @@ class _Gather(torch.autograd.Function):
 
 def stand_in(param: DTensor, comm: Communication) -> Tensor:
     """What ``gather`` takes for all reads of a parameter whose gradients are to be summed and reduced together."""
-    return _Stand.apply(param.to_local(), comm)
+    return _Stand.apply(local_of(param), comm)
 
 
 def gather(param: DTensor, comm: Communication, stand: Tensor) -> Tensor:
     """The full weight of a sharded parameter, in ``param_dtype``; its gradient flows to ``stand``."""
-    with torch.no_grad():  # before torch 2.12, to_local has a gradient of zeros where it has none
-        local = param.to_local()
-    return _Gather.apply(stand, local, comm)
+    return _Gather.apply(stand, local_of(param), comm)
 
 
 @torch.compiler.allow_in_graph

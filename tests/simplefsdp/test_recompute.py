@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from inductor_passes._compat import TO_LOCAL_HAS_A_SECOND_DERIVATIVE
 from simplefsdp import simple_fsdp
 from tests import zoo
 from tests.compare import assert_same, lowered, same_steps, vectors, whole
@@ -193,13 +192,9 @@ class _InputPenalty(nn.Module):
 
 def _penalties() -> None:
     same_steps(lambda: _InputPenalty(zoo.build("used twice")), inputs=lambda s, r: 0.1 * vectors(s, r))
-    if TO_LOCAL_HAS_A_SECOND_DERIVATIVE:
-        expected = _penalty_on_parameters(zoo.build("used twice"), range(dist.get_world_size()))
-        found = _penalty_on_parameters(simple_fsdp(zoo.build("used twice")), [dist.get_rank()])
-        assert_same(found, expected, tolerance=1e-5)
-    else:
-        with pytest.raises(RuntimeError, match=r"need torch 2\.12"):
-            _penalty_on_parameters(simple_fsdp(zoo.build("used twice")), [dist.get_rank()])
+    expected = _penalty_on_parameters(zoo.build("used twice"), range(dist.get_world_size()))
+    found = _penalty_on_parameters(simple_fsdp(zoo.build("used twice")), [dist.get_rank()])
+    assert_same(found, expected, tolerance=1e-5)
 
 
 def _penalty_on_parameters(model: nn.Module, ranks: Iterable[int]) -> dict[str, Any]:
@@ -212,7 +207,6 @@ def _penalty_on_parameters(model: nn.Module, ranks: Iterable[int]) -> dict[str, 
     return {n: p.grad for n, p in model.named_parameters()}
 
 
-@pytest.mark.skipif(not TO_LOCAL_HAS_A_SECOND_DERIVATIVE, reason="already the second is refused")
 def test_a_third_derivative_through_a_reduction_is_refused(two_ranks: Ranks) -> None:
     two_ranks.run(_third)
 
