@@ -261,18 +261,20 @@ class _Meeting:
         if not self._enter(ranks):
             return False
         room, digest = self.world.rooms[ranks], self.digests[ranks]
-        if self._is_new(ranks, what) and not room.check([f"{digest}/{what}/{self.me}"]):
+        if self._announces_first(ranks, what) and not room.check([f"{digest}/{what}/{self.me}"]):
             room.set(f"{digest}/{what}/{self.me}", "yes")
             room.add(f"{digest}/{what}", 1)
         return bool(room.add(f"{digest}/{what}", 0) == len(ranks))
 
-    def _is_new(self, ranks: Ranks, what: str) -> bool:
-        """Whether this rank has not announced it before; the others then know what it waits with."""
+    def _announces_first(self, ranks: Ranks, what: str) -> bool:
+        """Whether it has not been announced in this meeting; the others then know what this rank waits with."""
         if (ranks, what) in self.announced:
             return False
         self.announced.add((ranks, what))
-        self.world.rooms[ranks].set(self.digests[ranks], self.records[ranks])
-        self.world.rooms[ranks].set(f"now/{self.me}", self.digests[ranks])
+        room, digest = self.world.rooms[ranks], self.digests[ranks]
+        if not room.check([digest]):  # the text is long, and the same from all that agree
+            room.set(digest, self.records[ranks])
+        room.set(f"now/{self.me}", digest)
         return True
 
     def _missing(self, ranks: Ranks, what: str) -> int:
@@ -310,7 +312,7 @@ class _Meeting:
         if not self._enter(ranks):
             return False
         room, known = self.world.rooms[ranks], self.world.known_failures
-        if self._is_new(ranks, "failed"):
+        if self._announces_first(ranks, "failed"):
             failure = {"why": why, "digest": self.digests[ranks], "when": time.time_ns()}
             room.set(f"failed/{self.me}", json.dumps(failure))
         keys = [key for key in _keys("failed", ranks) if key != f"failed/{self.me}"]

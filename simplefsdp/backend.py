@@ -356,12 +356,7 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
         shapes_of_inputs = [tuple(value.shape) for value in example_inputs if isinstance(value, Tensor)]
         graph = repr((nodes, shapes_of_inputs, torch.is_grad_enabled()))
         report = Report(hashlib.sha256((key + graph).encode()).hexdigest(), folder)
-    groups = dict.fromkeys(
-        group.name
-        for info in found.values()
-        for group in (info.communication.shard_group, info.communication.replica_group)
-        if group is not None
-    )
+    groups = dict.fromkeys(group.name for info in found.values() for group in info.communication.groups)
     return Passes(params, request, tuple(buckets), tuple(parameters), about, tuple(groups), key, report)
 
 

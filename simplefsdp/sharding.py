@@ -60,6 +60,11 @@ class Communication(NamedTuple):
     reshard_after_forward: bool = True
     """Whether the full weight is dropped after forward and gathered again in backward."""
 
+    @property
+    def groups(self) -> list[Group]:
+        """That gradients are reduced over, in this order."""
+        return [group for group in (self.shard_group, self.replica_group) if group is not None]
+
     def encode(self) -> str:
         """As text; ``decode`` reads it.
 
@@ -185,7 +190,7 @@ def reduce(grad: Tensor, comm: Communication, local: Tensor) -> Tensor:
         return torch.zeros_like(local)
     if (dtype := reduced_in(comm, local.dtype)) is not None and not grad.is_complex():
         grad = grad.to(dtype)
-    dim, groups = comm.dim, [group for group in (comm.shard_group, comm.replica_group) if group is not None]
+    dim, groups = comm.dim, comm.groups
     if dim is not None:
         ranks = groups[0].ranks
         grad = _pad_rows(grad.movedim(dim, 0) if dim else grad, -(-grad.shape[dim] // ranks) * ranks)
