@@ -34,13 +34,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.baselines import baselines
 from simplefsdp import llama, rehearsal
+from simplefsdp.calibrate import kept
 from simplefsdp.hardware import Network, network
 from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism, System
 from simplefsdp.rehearsal.trial import Trial, Workload, fresh_compile_cache, measure
 
 RESULTS = Path(__file__).parent / "results"
-OURS = "block"
-ON_OUR_FRONTEND = (OURS, "none", "inductor-auto", "inductor-manual")
+OURS = "auto"
+ON_OUR_FRONTEND = (OURS, "block", "greedy", "none", "inductor-auto", "inductor-manual")
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,9 @@ SCENARIOS = {
 
 def systems_for(chosen: Network) -> Mapping[str, System]:
     return {
-        OURS: SYSTEMS["block"],
+        OURS: SYSTEMS["auto"],
+        "block": SYSTEMS["block"],
+        "greedy": SYSTEMS["greedy"],
         "none": SYSTEMS["inductor"],
         **baselines(chosen),
         "fsdp2": SYSTEMS["fsdp2"],
@@ -99,6 +102,7 @@ def run(name: str, systems: list[str], rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64  # every system compiles the same forward
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    profile = kept(torch.device("cpu"), chosen)
     with rehearsal.world(scenario.ranks, chosen) as world:
         nodes = scenario.ranks // chosen.ranks_per_node
         shape = (nodes, chosen.ranks_per_node) if scenario.hybrid else (scenario.ranks,)
@@ -109,7 +113,7 @@ def run(name: str, systems: list[str], rounds: int) -> dict[str, Any]:
             seq=scenario.seq,
             vocab_size=llama.CONFIGS["debug"].vocab_size,
             device=torch.device("cpu"),
-            parallelism=Parallelism(mesh, MixedPrecisionPolicy(), reshard_after_forward=True),
+            parallelism=Parallelism(mesh, MixedPrecisionPolicy(), True, profile),
         )
         trials = []
         failed = {}

@@ -55,6 +55,7 @@ __all__ = [
     "group_ranks",
     "has_saved_tensors_hooks",
     "has_side_effect",
+    "hint",
     "in_backward",
     "inductor_config",
     "inductor_ir",
@@ -244,6 +245,13 @@ def _is_tangent(desc: object) -> bool:
 def default_store() -> Any:
     """The store that all ranks were initialised with."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def hint(size: Any) -> int:
+    """The value of a size that may be symbolic, as far as it is known; for estimates only, it sets no guard."""
+    if isinstance(size, int):
+        return size
+    return int(known) if (known := size.node._hint) is not None else 1
 
 
 def group_ranks(name: str) -> list[int]:

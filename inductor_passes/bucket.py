@@ -131,7 +131,7 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
     shards = [_before_cast_and_pad(member.input) for member in members]
     for shard in shards:
         for node in [*source_chain(shard), shard]:
-            if node.op != "placeholder" and node > first:
+            if node > first:
                 first.prepend(node)
     ranks, group = members[0].options
     numels = [_val(member.input).numel() for member in members]

@@ -132,13 +132,13 @@ def _late(items: Sequence[Item], late: int, done: Sequence[int]) -> str:
 
 def first_uses(items: Sequence[Item]) -> list[str]:
     """FQNs of the gathered parameters in the order of their first use."""
-    use = _places(items).use
+    use = places(items).use
     return sorted(use, key=lambda fqn: use[fqn])
 
 
 def last_gradients(items: Sequence[Item]) -> list[str]:
     """FQNs of the reduced parameters in the order in which their full gradients are there."""
-    there = _places(items).gradient
+    there = places(items).gradient
     return sorted(there, key=lambda fqn: there[fqn])
 
 
@@ -150,7 +150,7 @@ def _users(items: Sequence[Item]) -> list[list[int]]:
     return users
 
 
-class _Places(NamedTuple):
+class Places(NamedTuple):
     """Where things are among the compute nodes, which are numbered; the end is their number."""
 
     main: dict[int, int]
@@ -161,11 +161,15 @@ class _Places(NamedTuple):
     """Items that are made of gathered weights alone, or of reduced gradients alone."""
     use: dict[str, int]
     """By FQN of a gathered parameter: the first compute node that reads it, or the end."""
+    last_use: dict[str, int]
+    """By FQN of a gathered parameter that compute reads: the last such node."""
     gradient: dict[str, int]
     """By FQN of a reduced parameter: the compute node before which its full gradient is there, or the end."""
+    weights: list[tuple[str, ...]]
+    """Of each item but compute: FQNs of the parameters whose full weights it is made of."""
 
 
-def _places(items: Sequence[Item]) -> _Places:
+def places(items: Sequence[Item]) -> Places:
     users = _users(items)
     copy_in: set[int] = set()
     for i in reversed(range(len(items))):
@@ -176,6 +180,7 @@ def _places(items: Sequence[Item]) -> _Places:
     main: dict[int, int] = {}
     weights: list[tuple[str, ...]] = []
     use: dict[str, int] = {}
+    last_use: dict[str, int] = {}
     for i, item in enumerate(items):
         # In the order of the nodes: sets of strings have another order in every process, and ranks must agree.
         read = tuple(dict.fromkeys(fqn for need in sorted(item.needs) for fqn in weights[need]))
@@ -190,13 +195,14 @@ def _places(items: Sequence[Item]) -> _Places:
         main[i] = len(main)
         for fqn in read:
             use.setdefault(fqn, main[i])
+            last_use[fqn] = main[i]
     gradient = {}
     for item in items:
         for fqn in item.weights:
             use.setdefault(fqn, len(main))
         for producer, fqn in item.gradients:
             gradient[fqn] = 0 if producer < 0 else main.get(producer, len(main) - 1) + 1
-    return _Places(main, copy_in, copy_out, use, gradient)
+    return Places(main, copy_in, copy_out, use, last_use, gradient, weights)
 
 
 def _place(item: Item) -> int:
@@ -205,27 +211,27 @@ def _place(item: Item) -> int:
 
 def _keys(items: Sequence[Item]) -> list[tuple[int, int, int]]:
     """Slot, phase and place of each."""
-    places = _places(items)
-    end = len(places.main)
+    at = places(items)
+    end = len(at.main)
     users = _users(items)
     issued: dict[str | None, int] = {}
     last = 0
     for item in sorted((i for i in items if i.kind == "reduction" and not i.follows and i.bucket), key=_place):
         assert item.bucket is not None
-        points = [places.gradient[fqn] for fqn in (*item.fqns, item.bucket.issue) if fqn in places.gradient]
+        points = [at.gradient[fqn] for fqn in (*item.fqns, item.bucket.issue) if fqn in at.gradient]
         last = max(last, *points)
         issued.update(dict.fromkeys(item.fqns, last))
 
     def used(item: Item, *points: str | None) -> int:
         """The first use of any of the points, but not after any of the item's own."""
-        return min(places.use[fqn] for fqn in (*item.fqns, *points) if fqn in places.use)
+        return min(at.use[fqn] for fqn in (*item.fqns, *points) if fqn in at.use)
 
     def reduced(item: Item, *points: str | None) -> int:
         return max(issued[item.fqns[0]], *(issued.get(point, end) for point in points))
 
     def key(item: Item, bucket: Bucket) -> tuple[int, int, int]:
         if item.kind == "gather":
-            return (used(item, bucket.issue) if bucket.issue in places.use else 0), _GATHER, bucket.place
+            return (used(item, bucket.issue) if bucket.issue in at.use else 0), _GATHER, bucket.place
         if item.kind == "gathered":
             return used(item, bucket.wait), _GATHERED, bucket.place
         if item.kind == "reduced":
@@ -235,17 +241,17 @@ def _keys(items: Sequence[Item]) -> list[tuple[int, int, int]]:
             return reduced(item, bucket.then), _ALL_REDUCE, bucket.place
         return issued[item.fqns[0]], _REDUCTION, bucket.place
 
-    keys = [(places.main.get(i, end), _COMPUTE, 0) for i in range(len(items))]
+    keys = [(at.main.get(i, end), _COMPUTE, 0) for i in range(len(items))]
     for i, item in enumerate(items):
         if item.bucket is not None:
             keys[i] = key(item, item.bucket)
-        elif i in places.copy_out:
+        elif i in at.copy_out:
             waits = [keys[n] for n in item.needs if keys[n][1] == _REDUCED]
             keys[i] = max(waits) if waits else (end, _GATHERED, 0)
     for i in reversed(range(len(items))):
-        if i in places.copy_in:
+        if i in at.copy_in:
             keys[i] = min(keys[user] for user in users[i])
-        elif i in places.copy_out and keys[i][1] == _GATHERED:
+        elif i in at.copy_out and keys[i][1] == _GATHERED:
             keys[i] = min([end, *(keys[user][0] for user in users[i])]), _GATHERED, keys[i][2]
     return keys
 

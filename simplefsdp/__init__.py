@@ -8,9 +8,17 @@
 
 from . import backend as backend  # importing it registers the torch.compile backend
 from .api import simple_fsdp
+from .hardware import HardwareProfile
 from .initialization import sharded_init
 from .parametrization import register_fsdp_forward_method
 from .plan import BucketPlan
 from .wrap import manual_plan
 
-__all__ = ["BucketPlan", "manual_plan", "register_fsdp_forward_method", "sharded_init", "simple_fsdp"]
+__all__ = [
+    "BucketPlan",
+    "HardwareProfile",
+    "manual_plan",
+    "register_fsdp_forward_method",
+    "sharded_init",
+    "simple_fsdp",
+]

@@ -42,21 +42,23 @@ from inductor_passes._compat import (
 from inductor_passes.agreement import add_record
 from inductor_passes.bucket import assign, bucket
 from inductor_passes.collectives import GraphParameter, identify, reductions
+from inductor_passes.cost_model import half
 from inductor_passes.order import first_uses, graph_items, last_gradients, order_graph
 from inductor_passes.partition import partition
 from inductor_passes.recompute import tag
 from inductor_passes.report import Report
 
 from ._messages import unknown
+from .hardware import HardwareProfile, load_profile
 from .plan import BucketPlan, Uses
 from .recompute import CHANGED_WHILE_WHOLE
+from .search import Search, parse_bytes, resident_bytes, search
 from .sharding import ShardedModel, ShardedParameter, unshard
 from .wrap import BLOCK, Buckets, Request, resolve
 
 log = logging.getLogger("simplefsdp")
 
-_PLANS: dict[str, Request | None] = {"auto": BLOCK, "block": BLOCK, "none": None}
-_LATER_PLANS = ("greedy",)
+_PLANS = ("auto", "greedy", "block", "none")
 _LOWERINGS = ("inductor", "aot_eager")
 
 
@@ -67,12 +69,14 @@ class Options:
     plan: "str | Path | Request | BucketPlan" = "auto"
     """``"block"``: one bucket per repeated block, one for what precedes the first and one for what follows the last,
     gathered one bucket ahead and awaited one bucket later. ``"none"``: no buckets, nothing moved: TorchInductor as it
-    is. ``"auto"``: ``"block"``, until there is a planner. Or ``manual_plan([...])``, a ``BucketPlan``, or the path of
-    one's JSON, which ends in ``.json``."""
-    memory_budget: None = None
-    """Not there yet."""
-    profile: None = None
-    """Not there yet."""
+    is. ``"auto"``: the shortest predicted step, and ``"greedy"``: the paper's auto-wrapping, both with ``profile``;
+    without one ``"auto"`` is ``"block"``. Or ``manual_plan([...])``, a ``BucketPlan``, or the path of one's JSON, which
+    ends in ``.json``."""
+    memory_budget: int | str | None = None
+    """Bytes, or as ``"60GiB"``, that the predicted peak of a step must not pass: parameters, gradients, two moments of
+    an optimizer in float32, and what the graphs hold. ``None``: no limit."""
+    profile: HardwareProfile | str | Path | None = None
+    """Of the device and the network, or the path of its JSON."""
     report_dir: str | None = None
     """Folder for the plan and for the graphs before and after each pass, as text, written by rank 0: while compiling,
     or, where the compile cache has the graph, when it first runs."""
@@ -88,18 +92,15 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
     Raises:
         ValueError: an unknown option, plan, lowering or Inductor option (with the nearest valid one).
         TypeError: an option's value is of another type.
-        NotImplementedError: an option or plan that is not there yet.
     """
     given = dict(options or {})
     valid = [f.name for f in fields(Options)]
     for name in given:
         if name not in valid:
             raise ValueError(unknown("option", name, valid))
-    for name in ("memory_budget", "profile"):
-        if given.get(name) is not None:
-            raise NotImplementedError(f"option {name!r}={given[name]!r}: needs a planner, which is not there yet")
     parsed = Options(**given)
     _check_plan(parsed.plan)
+    _check_search(parsed)
     if parsed.lower_with not in _LOWERINGS:
         raise ValueError("option 'lower_with': " + unknown("lowering", parsed.lower_with, _LOWERINGS))
     if parsed.report_dir is not None and not isinstance(parsed.report_dir, str | Path):
@@ -121,16 +122,34 @@ def _check_plan(plan: Any) -> None:
         return
     if not isinstance(plan, str):
         raise TypeError(f"option 'plan': expected a name, manual_plan([...]), a BucketPlan or a path, found {plan!r}")
-    if plan in _LATER_PLANS:
-        raise NotImplementedError(f"option 'plan'={plan!r}: not there yet (there is: {', '.join(_PLANS)})")
     if plan not in _PLANS:
         raise ValueError(unknown("plan", plan, _PLANS))
 
 
-def _requested(plan: Any) -> Request | BucketPlan | None:
-    if isinstance(plan, Path) or (isinstance(plan, str) and plan not in _PLANS):
-        return BucketPlan.load(plan)
-    return _PLANS[plan] if isinstance(plan, str) else plan
+def _check_search(options: Options) -> None:
+    profile = options.profile
+    if profile is not None and not isinstance(profile, HardwareProfile | str | Path):
+        raise TypeError(f"option 'profile': expected a HardwareProfile or the path of one, found {profile!r}")
+    if options.plan == "greedy" and profile is None:
+        raise ValueError("option 'plan'='greedy': needs option 'profile'")
+    if options.memory_budget is not None:
+        parse_bytes(options.memory_budget)
+        if options.plan not in ("auto", "greedy") or profile is None:
+            raise ValueError("option 'memory_budget': needs plan='auto' or 'greedy', and option 'profile'")
+
+
+def _requested(options: Options) -> Request | Search | BucketPlan | None:
+    plan, profile, budget = options.plan, options.profile, options.memory_budget
+    if isinstance(plan, Request | BucketPlan):
+        return plan
+    if plan == "none":
+        return None
+    if plan in ("auto", "greedy") and profile is not None:
+        loaded = profile if isinstance(profile, HardwareProfile) else load_profile(profile)
+        return Search(str(plan), loaded, None if budget is None else parse_bytes(budget))
+    if plan in _PLANS:
+        return BLOCK
+    return BucketPlan.load(plan)
 
 
 _PASS_SLOTS = (
@@ -147,7 +166,7 @@ def simplefsdp(
 ) -> Callable[..., Any]:
     """Compile one graph that Dynamo captured. ``options``: see ``Options``; errors: see ``parse_options``."""
     parsed = parse_options(options)
-    if parsed.plan == "auto":
+    if parsed.plan == "auto" and parsed.profile is None:
         _say_what_auto_is()
     _refuse_changed_weights(gm, example_inputs)
     passes = passes_for(example_inputs, parsed, [node.name for node in gm.graph.nodes])
@@ -202,15 +221,17 @@ class Passes:
     """The passes of one compilation, with all that they depend on."""
 
     params: dict[int, GraphParameter]
-    request: Request | BucketPlan | None
+    request: Request | Search | BucketPlan | None
     buckets: Buckets
-    """That a request asks for, of all parameters."""
+    """That a request asks for, or those of ``block``, of all parameters."""
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     """FQN and shape of all parameters of the models, in registration order."""
     about: tuple[str, ...]
     """What ranks must have in common, besides the collectives."""
     groups: tuple[str, ...]
     """Names of all process groups of the parameters."""
+    resident: int
+    """Bytes of this model that live from step to step, on the rank that has most: shards and optimizer state."""
     key: str
     """For the compile cache: all that the passes depend on, and their own source."""
     report: Report | None
@@ -246,6 +267,10 @@ class Passes:
             plan = self.request
             plan.check_fits(dict(self.parameters), kept, {param.fqn for param in self.params.values()})
             plan.check_order(uses)
+        elif isinstance(self.request, Search):
+            given = {node.name for node in forward.find_nodes(op="placeholder")}
+            halves = [half(graph, self.request.profile, given) for graph in (forward, backward)]
+            plan = search(self.request, halves, self.resident, self.buckets, uses, self.parameters, kept)
         else:
             plan = resolve(self.request.prefetch, self.buckets, uses, self.parameters, kept)
         assign(forward, plan.forward, plan.reductions)
@@ -320,12 +345,13 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
     # Two models in one graph may use the same FQNs.
     models: list[ShardedModel] = list(dict.fromkeys(info.model for info in found.values()))
     prefix = {model: f"model{i}:" if len(models) > 1 else "" for i, model in enumerate(models)}
-    request = _requested(options.plan)
+    request = _requested(options)
+    wrap = BLOCK if isinstance(request, Search) else request
     buckets = [
         tuple(prefix[model] + fqn for fqn in fqns)
         for model in models
-        if isinstance(request, Request)
-        for fqns in request.buckets(tuple(fqn for fqn, _ in model.parameters))
+        if isinstance(wrap, Request)
+        for fqns in wrap.buckets(tuple(fqn for fqn, _ in model.parameters))
     ]
     parameters = [(prefix[model] + fqn, shape) for model in models for fqn, shape in model.parameters]
     params = {
@@ -342,7 +368,7 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
         *(_line(params[index], info, example_inputs[index]) for index, info in found.items()),
         f"lower_with {options.lower_with!r}",
         *(f"inductor {name}={_stable(value)}" for name, value in sorted(options.inductor.items())),
-        f"plan {request.hash if isinstance(request, BucketPlan) else request.name if request else 'none'}",
+        f"plan {_plan_line(request)}",
     )
     # Torch's own key knows only the shapes of whole parameters, and ranks share a cache.
     shapes = [tuple(example_inputs[index]._local_tensor.shape) for index in params]
@@ -357,7 +383,14 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
         graph = repr((nodes, shapes_of_inputs, torch.is_grad_enabled()))
         report = Report(hashlib.sha256((key + graph).encode()).hexdigest(), folder)
     groups = dict.fromkeys(group.name for info in found.values() for group in info.communication.groups)
-    return Passes(params, request, tuple(buckets), tuple(parameters), about, tuple(groups), key, report)
+    resident = sum(resident_bytes(info, example_inputs[index].dtype) for index, info in found.items())
+    return Passes(params, request, tuple(buckets), tuple(parameters), about, tuple(groups), resident, key, report)
+
+
+def _plan_line(request: Request | Search | BucketPlan | None) -> str:
+    if isinstance(request, Search):
+        return f"{request.name} {hashlib.sha256(repr(request).encode()).hexdigest()[:16]} ({request.profile.name})"
+    return request.hash if isinstance(request, BucketPlan) else request.name if request else "none"
 
 
 def _line(param: GraphParameter, info: ShardedParameter, value: Any) -> str:
@@ -409,4 +442,4 @@ def _source_hash() -> bytes:
 
 @functools.cache
 def _say_what_auto_is() -> None:
-    log.warning("plan='auto' means 'block' until there is a planner; pass options={'plan': 'block'} to silence this")
+    log.warning("plan='auto' means 'block' without option 'profile'; pass options={'plan': 'block'} to silence this")

@@ -3,16 +3,19 @@
 import argparse
 import sys
 
+from . import calibrate
 from .rehearsal import command as rehearse
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="simplefsdp", description="Sharded training, scheduled by the compiler.")
     commands = parser.add_subparsers(dest="command", required=True)
-    rehearse.add_arguments(commands.add_parser("rehearse", help=rehearse.__doc__))
+    modules = {"calibrate": calibrate, "rehearse": rehearse}
+    for name, module in modules.items():
+        module.add_arguments(commands.add_parser(name, help=module.__doc__))
     args = parser.parse_args()
     try:
-        rehearse.run(args)
+        modules[args.command].run(args)
     except ValueError as error:
         sys.exit(f"simplefsdp {args.command}: {error}")
 

@@ -1,4 +1,4 @@
-"""What a cluster can do: its network, as data.
+"""What a cluster can do: its devices and its network, as data.
 
 A collective over N ranks on k nodes, m of them on the fullest, is taken for a ring, as in NCCL's own model
 (``src/graph/tuning.cc``)::
@@ -14,13 +14,18 @@ an all-to-all each card carries what its own rank receives from other nodes, ``b
 
 import json
 import math
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from ._messages import unknown
+
+T = TypeVar("T")
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 """Of collectives. ``"broadcast"`` stands for all that goes from or to one rank, and for barriers."""
@@ -134,20 +139,25 @@ def network(name: str) -> Network:
     raise ValueError(unknown("network", name, NETWORKS) + ", or a .json file")
 
 
-def save(network: Network, path: str | Path) -> None:
-    Path(path).write_text(json.dumps(asdict(network), indent=2) + "\n")
+def save(thing: "Network | HardwareProfile", path: str | Path) -> None:
+    Path(path).write_text(json.dumps(asdict(thing), indent=2) + "\n")
 
 
 def load(path: str | Path) -> Network:
     """Raises ``ValueError`` with the path and the field that is missing, unknown or wrong."""
+    return _load(path, "network", _network)
+
+
+def _load(path: str | Path, what: str, make: Callable[[Any], T]) -> T:
     try:
-        fields = json.loads(Path(path).read_text())
-        levels = {
-            level: {kind: Link(**link) for kind, link in fields[level].items()} for level in ("inside", "between")
-        }
-        return Network(**{**fields, **levels})
+        return make(json.loads(Path(path).read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"network file {path}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{what} file {path}: {type(error).__name__}: {error}") from error
+
+
+def _network(fields: Any) -> Network:
+    levels = {level: {kind: Link(**link) for kind, link in fields[level].items()} for level in ("inside", "between")}
+    return Network(**{**fields, **levels})
 
 
 def _nccl(name: str, nodes: int, source: str, inside: float, reducing: float, between: float, step: float) -> Network:
@@ -200,3 +210,99 @@ NETWORKS: Mapping[str, Network] = {
     )
 }
 """Built in; ``h100-*`` also stand for H200 nodes, whose NVLink is the same. ``source`` says where numbers are from."""
+
+
+Curve = tuple[tuple[float, float], ...]
+"""``(size, rate)`` by size; between them the rate changes with the logarithm of the size, beyond them not at all."""
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """What a device reaches, and the network between such devices.
+
+    Raises:
+        ValueError: a number that is not positive, a curve that is empty or not by size, or a dtype that torch has not.
+    """
+
+    name: str
+    source: str
+    """Where the numbers are from."""
+    matmul: Mapping[str, Curve]
+    """By dtype (``"bfloat16"``): operations per second of a matmul, by the number of its operations."""
+    attention: Mapping[str, Curve]
+    """The same of scaled dot product attention."""
+    memory: Curve
+    """Bytes per second of a kernel that reads and writes so many bytes."""
+    launch_s: float
+    """Of a kernel, whatever it does."""
+    collective_launch_s: float
+    """Compute time that issuing and awaiting a collective takes."""
+    contention: float
+    """Part of a collective's time that compute loses meanwhile: 0 where it has the device for itself."""
+    network: Network
+
+    def __post_init__(self) -> None:
+        for name in ("matmul", "attention"):
+            for dtype, curve in getattr(self, name).items():
+                if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                    raise ValueError(f"profile {self.name}: {name}: no dtype of torch's: {dtype!r}")
+                _check_curve(f"profile {self.name}: {name}[{dtype!r}]", curve)
+        _check_curve(f"profile {self.name}: memory", self.memory)
+        _positive(f"profile {self.name}: launch_s", self.launch_s)
+        for name in ("collective_launch_s", "contention"):
+            if getattr(self, name) != 0:
+                _positive(f"profile {self.name}: {name}", getattr(self, name))
+
+    def compute_s(self, kind: str, dtype: torch.dtype, flops: float) -> float:
+        """Seconds of one ``"matmul"`` or ``"attention"`` of so many operations, without its launch.
+
+        A dtype that the profile has not counts as float32, and if that is missing as the first it has.
+        """
+        curves = getattr(self, kind)
+        name = str(dtype).removeprefix("torch.")
+        curve = curves.get(name) or curves.get("float32") or next(iter(curves.values()))
+        return flops / _rate(curve, flops)
+
+    def memory_s(self, nbytes: float) -> float:
+        """Seconds of a kernel that reads and writes so many bytes, without its launch."""
+        return nbytes / _rate(self.memory, nbytes)
+
+    def collective_s(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
+        """See ``Network.seconds``."""
+        return self.network.seconds(kind, ranks, nbytes)
+
+
+def load_profile(path: str | Path) -> HardwareProfile:
+    """What ``save`` wrote, edited or not.
+
+    Raises:
+        ValueError: names the path and the field that is missing, unknown or wrong.
+    """
+    return _load(path, "profile", _profile)
+
+
+def _profile(fields: Any) -> HardwareProfile:
+    def curve(points: Any) -> Curve:
+        return tuple((size, rate) for size, rate in points)
+
+    rates = {name: {dtype: curve(points) for dtype, points in fields[name].items()} for name in ("matmul", "attention")}
+    others = {"memory": curve(fields["memory"]), "network": _network(fields["network"])}
+    return HardwareProfile(**{**fields, **rates, **others})
+
+
+def _rate(curve: Curve, size: float) -> float:
+    sizes = [point[0] for point in curve]
+    above = bisect_left(sizes, size)
+    if above == 0 or above == len(curve):
+        return curve[min(above, len(curve) - 1)][1]
+    (low, slow), (high, fast) = curve[above - 1], curve[above]
+    return slow + (fast - slow) * math.log(size / low) / math.log(high / low)
+
+
+def _check_curve(what: str, curve: Curve) -> None:
+    sizes = [size for size, _ in curve]
+    if not curve or sizes != sorted(set(sizes)):
+        raise ValueError(f"{what}: expected (size, rate) pairs by size, found {curve!r}")
+    for size, rate in curve:
+        _positive(f"{what}: size", size)
+        _positive(f"{what}: rate", rate)

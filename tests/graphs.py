@@ -38,12 +38,14 @@ class Captured:
     backward: Graph = field(default_factory=Graph)
 
 
-def capture(model: nn.Module, *inputs: Any, plan: Any = "none", partitioner: str = "min_cut") -> Captured:
+def capture(
+    model: nn.Module, *inputs: Any, plan: Any = "none", partitioner: str = "min_cut", **options: Any
+) -> Captured:
     """Compile ``model(*inputs)`` up to its final graphs. ``joint`` is kept as traced, before any pass."""
     captured = Captured()
 
     def backend(gm: GraphModule, example_inputs: Any) -> Any:
-        passes = passes_for(example_inputs, parse_options({"plan": plan}))
+        passes = passes_for(example_inputs, parse_options({"plan": plan, **options}))
         captured.params = passes.params
 
         def tag_and_partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:

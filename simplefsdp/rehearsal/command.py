@@ -19,14 +19,15 @@ from tqdm import tqdm
 
 from .. import llama
 from .._messages import unknown
+from ..calibrate import kept
 from ..hardware import NETWORKS, Network, flat, network
 from .group import world
-from .systems import SYSTEMS, Parallelism
+from .systems import SEARCHED, SYSTEMS, Parallelism
 from .trial import Result, Trial, Workload, free_bytes, measure, needed_bytes
 
 MODELS = {f"llama3-{name.lower()}": name for name in llama.CONFIGS}
-PLANS = ("block", "none")
-AGAINST = ("fsdp2", "fsdp2-compile", "inductor", "ddp", "single")
+PLANS = ("auto", "greedy", "block", "none")
+AGAINST = ("auto", "greedy", "block", "fsdp2", "fsdp2-compile", "inductor", "ddp", "single")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     torch._dynamo.config.recompile_limit = 64  # every system compiles the same forward
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     with world(args.ranks, chosen, rank=args.rank, multiprocessors=args.multiprocessors) as here:
-        workload = _workload(args, build, chosen)
+        workload = _workload(args, build, chosen, searches=not SEARCHED.isdisjoint(names))
         for name in names if not args.anyway else ():
             _check_that_it_fits(name, workload)
         results, failed = [], {}
@@ -185,7 +186,7 @@ def _model(args: argparse.Namespace) -> Callable[[], nn.Module]:
     return factory
 
 
-def _workload(args: argparse.Namespace, build: Callable[[], nn.Module], chosen: Network) -> Workload:
+def _workload(args: argparse.Namespace, build: Callable[[], nn.Module], chosen: Network, searches: bool) -> Workload:
     shape: tuple[int, ...] = (args.ranks,)
     names: tuple[str, ...] = ("shard",)
     if args.hybrid:
@@ -202,7 +203,9 @@ def _workload(args: argparse.Namespace, build: Callable[[], nn.Module], chosen: 
     if vocab_size is None:
         raise ValueError(f"--model {args.model}: its config has no vocab_size, so nothing is known about its tokens")
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
-    return Workload(build, args.batch, args.seq, vocab_size, device, Parallelism(mesh, policy, not args.keep_unsharded))
+    profile = kept(device, chosen) if searches else None
+    parallelism = Parallelism(mesh, policy, not args.keep_unsharded, profile)
+    return Workload(build, args.batch, args.seq, vocab_size, device, parallelism)
 
 
 def _check_that_it_fits(name: str, workload: Workload) -> None:

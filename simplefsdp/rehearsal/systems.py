@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ..api import simple_fsdp
+from ..hardware import HardwareProfile
 from ..wrap import block_buckets, block_of, blocks
 
 
@@ -21,6 +22,8 @@ class Parallelism(NamedTuple):
     """1-D: fully sharded; 2-D: hybrid, replicated over the first dimension."""
     mp_policy: MixedPrecisionPolicy
     reshard_after_forward: bool
+    profile: HardwareProfile | None = None
+    """For plans that are searched for."""
 
 
 class System(NamedTuple):
@@ -35,13 +38,19 @@ class System(NamedTuple):
     """Whether, on CUDA, it is streams of its own that wait for collectives: the record does not show compute then."""
 
 
+SEARCHED = frozenset({"auto", "greedy"})
+"""Plans that need a profile."""
+
+
 def ours(plan: Any = "block", inductor: Mapping[str, Any] | None = None) -> System:
     """This library with a plan."""
 
     def wrap(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
-        mesh, mp_policy, reshard = parallelism
+        mesh, mp_policy, reshard, profile = parallelism
         simple_fsdp(model, mesh, mp_policy=mp_policy, reshard_after_forward=reshard)
         options: Any = {"plan": plan, "inductor": dict(inductor or {})}
+        if plan in SEARCHED:
+            options["profile"] = profile
         return torch.compile(model, backend="simplefsdp", options=options)
 
     return System(wrap, compiled=True)
@@ -49,7 +58,7 @@ def ours(plan: Any = "block", inductor: Mapping[str, Any] | None = None) -> Syst
 
 def _fsdp2(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
     """FSDP2 with a group for each repeated block, one for what precedes them and one for what follows."""
-    mesh, mp_policy, reshard = parallelism
+    mesh, mp_policy, reshard, _ = parallelism
     settings: Any = {"mesh": mesh, "mp_policy": mp_policy, "reshard_after_forward": reshard}
     fqns = tuple(fqn for fqn, _ in model.named_parameters())
     for bucket in block_buckets(fqns):
@@ -90,6 +99,8 @@ def _single(model: nn.Module, _parallelism: Parallelism) -> Callable[[Tensor], A
 
 SYSTEMS: Mapping[str, System] = {
     "block": ours("block"),
+    "auto": ours("auto"),
+    "greedy": ours("greedy"),
     "inductor": ours("none"),
     "fsdp2": System(_fsdp2, compiled=False, own_streams=True),
     "fsdp2-compile": System(_fsdp2_compile, compiled=True, own_streams=True),

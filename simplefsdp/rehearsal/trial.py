@@ -276,7 +276,7 @@ def needed_bytes(workload: Workload, system: System) -> dict[str, int]:
     repeated blocks and of what is around them, gathered; ``"saved"``: what forward leaves for backward without a
     compiler, in the compute dtype (0 where a model cannot be built of fake tensors).
     """
-    mesh, policy, _ = workload.parallelism
+    mesh, policy, *_ = workload.parallelism
     shards = mesh.size(mesh.ndim - 1) if system.sharded else 1
     compute = policy.param_dtype or torch.float32
     with torch.device("meta"):

@@ -27,14 +27,11 @@ one_of_four = pytest.mark.usefixtures("one_of_four")
     [
         ({"plna": "block"}, ValueError, "unknown option 'plna'; did you mean 'plan'?"),
         ({"plan": "blocks"}, ValueError, "unknown plan 'blocks'; did you mean 'block'?"),
-        ({"plan": "greedy"}, NotImplementedError, "option 'plan'='greedy': not there yet"),
         (
             {"plan": ["layers.*"]},
             TypeError,
             "option 'plan': expected a name, manual_plan([...]), a BucketPlan or a path",
         ),
-        ({"memory_budget": "60GiB"}, NotImplementedError, "option 'memory_budget'='60GiB': needs a planner"),
-        ({"profile": "h100.json"}, NotImplementedError, "option 'profile'='h100.json': needs a planner"),
         (
             {"lower_with": "eager"},
             ValueError,

@@ -5,8 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from simplefsdp.hardware import KINDS, NETWORKS, Link, Network, flat, load, network, save
+from simplefsdp.hardware import (
+    KINDS,
+    NETWORKS,
+    HardwareProfile,
+    Link,
+    Network,
+    flat,
+    load,
+    load_profile,
+    network,
+    save,
+)
 
 TWO_LEVELS = Network(
     "test",
@@ -104,3 +116,75 @@ def test_a_wrong_file_is_refused_with_its_path_and_field(tmp_path: Path, change:
         load(path)
     with pytest.raises(ValueError, match=r"network file .*missing.json: FileNotFoundError"):
         load(tmp_path / "missing.json")
+
+
+PROFILE = HardwareProfile(
+    "mine",
+    "made up",
+    matmul={"bfloat16": ((1e6, 1e9), (1e8, 3e9)), "float32": ((1.0, 5e8),)},
+    attention={"bfloat16": ((1.0, 7e8),)},
+    memory=((1e3, 1e6), (1e5, 2e6), (1e6, 4e6)),
+    launch_s=1e-6,
+    collective_launch_s=0.0,
+    contention=0.1,
+    network=TWO_LEVELS,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "flops", "rate"),
+    [
+        ("matmul", torch.bfloat16, 1e6, 1e9),
+        ("matmul", torch.bfloat16, 1e3, 1e9),  # below the curve, and above it, its ends
+        ("matmul", torch.bfloat16, 1e9, 3e9),
+        ("matmul", torch.bfloat16, 1e7, 2e9),  # halfway by logarithm
+        ("matmul", torch.float32, 1e7, 5e8),
+        ("matmul", torch.float16, 1e7, 5e8),  # as float32
+        ("attention", torch.float32, 1e7, 7e8),  # as all there is
+    ],
+)
+def test_seconds_of_compute(kind: str, dtype: torch.dtype, flops: float, rate: float) -> None:
+    assert PROFILE.compute_s(kind, dtype, flops) == pytest.approx(flops / rate)
+
+
+def test_seconds_of_memory_and_collectives() -> None:
+    assert PROFILE.memory_s(1e4) == pytest.approx(1e4 / 1.5e6)
+    assert PROFILE.memory_s(1e5) == pytest.approx(1e5 / 2e6)
+    assert PROFILE.collective_s("all_gather", range(4), 800) == TWO_LEVELS.seconds("all_gather", range(4), 800)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"launch_s": 0}, "profile mine: launch_s: expected a positive number, found 0"),
+        ({"contention": -0.1}, "profile mine: contention: expected a positive number, found -0.1"),
+        ({"collective_launch_s": math.nan}, "profile mine: collective_launch_s: expected a positive number, found nan"),
+        ({"memory": ()}, r"profile mine: memory: expected \(size, rate\) pairs by size, found \(\)"),
+        ({"memory": ((2.0, 1.0), (1.0, 1.0))}, "profile mine: memory: expected"),
+        ({"memory": ((1.0, 0.0),)}, "profile mine: memory: rate: expected a positive number, found 0.0"),
+        ({"matmul": {"bf16": ((1.0, 1.0),)}}, "profile mine: matmul: no dtype of torch's: 'bf16'"),
+        ({"attention": {"float32": ((0, 1.0),)}}, r"profile mine: attention\['float32'\]: size: expected a positive"),
+    ],
+)
+def test_profiles_that_cannot_be_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(PROFILE, **change)
+
+
+def test_profiles_are_files(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save(PROFILE, path)
+    assert load_profile(path) == PROFILE
+    fields = json.loads(path.read_text())
+    for name, value, message in (
+        ("matmul", None, "profile file .*profile.json: AttributeError"),
+        ("lunch_s", 1.0, "profile file .*unexpected keyword argument 'lunch_s'"),
+        ("network", {}, "profile file .*KeyError: 'inside'"),
+    ):
+        path.write_text(json.dumps(fields | {name: value}))
+        with pytest.raises(ValueError, match=message):
+            load_profile(path)
+    del fields["memory"]
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"profile file .*KeyError: 'memory'"):
+        load_profile(path)

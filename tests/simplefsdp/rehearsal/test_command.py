@@ -1,5 +1,6 @@
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from simplefsdp import cli, llama, rehearsal
+from simplefsdp import calibrate, cli, llama, rehearsal
 from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism
 from simplefsdp.rehearsal.trial import Workload, flops_per_token, needed_bytes
 from tests.simplefsdp.rehearsal import models
@@ -22,9 +23,13 @@ def rehearse(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cli.main()
 
 
-def test_every_system_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    systems = ["block", "fsdp2", "fsdp2-compile", "inductor", "ddp", "single"]
-    rehearse(f"{TINY} {FAST} --ranks 4 --json --against {','.join(systems[1:])}", monkeypatch)
+def test_every_system_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "_REPEATS", 1)
+    systems = ["auto", "block", "greedy", "fsdp2", "fsdp2-compile", "inductor", "ddp", "single"]
+    rehearse(f"{TINY} {FAST} --ranks 4 --json --plan auto --against {','.join(systems[1:])}", monkeypatch)
     found: Any = json.loads(capsys.readouterr().out)
     assert found["arguments"]["ranks"] == 4
     results = {result["system"]: result for result in found["results"]}

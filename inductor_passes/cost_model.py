@@ -1,0 +1,293 @@
+"""How long each compute node of a graph takes, and which values it puts into memory: estimated, never run.
+
+Matmuls, convolutions and attention take their operations (``torch.utils.flop_counter``) over the rate that the profile
+has for a call of that size, or the time that their bytes take, if that is more. Pointwise operators and reductions are
+fused as Inductor would: neighbours between which there is no matmul are one *region*, a kernel that reads what comes
+from outside of it and writes what is used outside of it. Anything else reads and writes all that it has.
+"""
+
+import operator
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from ._compat import group_ranks, hint
+from .collectives import REDUCE_SCATTER, Collective, gathers, reductions
+from .memory import alive
+from .order import graph_items, places
+from .timeline import Gather, Half, Kind, Reduction
+
+_aten = torch.ops.aten
+
+
+class Profile(Protocol):
+    """What a device can do (``simplefsdp.HardwareProfile``)."""
+
+    @property
+    def launch_s(self) -> float:
+        """Of a kernel, whatever it does."""
+
+    @property
+    def collective_launch_s(self) -> float:
+        """Compute time that issuing and awaiting a collective takes."""
+
+    @property
+    def contention(self) -> float:
+        """Part of a collective's time that compute loses meanwhile."""
+
+    def compute_s(self, kind: str, dtype: torch.dtype, flops: float) -> float:
+        """Of one ``"matmul"`` or ``"attention"`` of so many operations."""
+
+    def memory_s(self, nbytes: float) -> float:
+        """Of a kernel that reads and writes so many bytes."""
+
+    def collective_s(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
+        """Of an all-gather, a reduce-scatter or an all-reduce over these ranks; ``nbytes`` of the whole tensor."""
+
+
+class Costs(NamedTuple):
+    """Of a graph's compute nodes; what is not there costs nothing."""
+
+    seconds: dict[Node, float]
+    """A region's are those of its last node."""
+    stored: dict[Node, int]
+    """Bytes that a node puts into memory."""
+    runs: dict[Node, Node]
+    """The last node of the region that a node is in: where it runs."""
+
+
+def costs(graph: Graph, profile: Profile) -> Costs:
+    """What the nodes of a forward or backward graph cost, but collectives and what only belongs to them."""
+    regions = _regions(graph)
+    seconds: dict[Node, float] = {}
+    stored: dict[Node, int] = {}
+    runs: dict[Node, Node] = {}
+    members: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        if node in regions:
+            members.setdefault(regions[node], []).append(node)
+        elif _computes(node):
+            seconds[node] = _seconds(node, profile)
+            stored[node] = _nbytes(node)
+    for nodes in members.values():
+        inside = set(nodes)
+        written = [node for node in nodes if any(user not in inside for user in _users(node))]
+        read = {source: _read(node, source) for node in nodes for source in _sources(node) if source not in inside}
+        stored |= {node: _nbytes(node) for node in written}
+        moved = sum(read.values()) + sum(stored[node] for node in written)
+        seconds[nodes[-1]] = profile.launch_s + profile.memory_s(moved)
+        runs |= dict.fromkeys(nodes, nodes[-1])
+    return Costs(seconds, stored, runs)
+
+
+def _regions(graph: Graph) -> dict[Node, Node]:
+    """The first node of the region that each node that Inductor would fuse belongs to."""
+    depth: dict[Node, int] = {}  # matmuls and the like on the way here
+    for node in graph.nodes:
+        inside = [depth[source] for source in node.all_input_nodes]
+        own = _computes(node) and not _is_fused(node)
+        depth[node] = 0 if _communicates(node) else max(inside, default=0) + own
+    for node in reversed(graph.nodes):  # what is only needed later is computed there
+        if node.users and all(_is_view(n) or _is_fused(n) for n in (node, *node.users)):
+            depth[node] = min(depth[user] for user in node.users)
+    first: dict[Node, Node] = {}
+
+    def root(node: Node) -> Node:
+        while first[node] is not node:
+            node = first[node]
+        return node
+
+    for node in graph.nodes:
+        if _is_fused(node):
+            first[node] = node
+            for source in _sources(node):
+                if source in first and depth[source] == depth[node]:
+                    one, other = sorted((root(source), root(node)))
+                    first[other] = one
+    return {node: root(node) for node in first}
+
+
+def _seconds(node: Node, profile: Profile) -> float:
+    """Of a kernel of its own."""
+    moved = _nbytes(node) + sum(_read(node, source) for source in _sources(node))
+    flops, kind = _flops(node)
+    seconds = profile.memory_s(moved)
+    if flops:
+        seconds = max(seconds, profile.compute_s(kind, _tensors(node)[0].dtype, flops))
+    return profile.launch_s + seconds
+
+
+def _flops(node: Node) -> tuple[float, str]:
+    """Operations of a matmul, a convolution or attention, and which of the profile's curves they are on."""
+    name = node.target._overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
+    if "attention" in name:
+        shapes = [tensor.shape for arg in node.args if isinstance(arg, Node) for tensor in _tensors(arg)]
+        if "backward" in name:  # the output's gradient comes first
+            return sdpa_backward_flop_count(*shapes[:4]), "attention"
+        return sdpa_flop_count(*shapes[:3]), "attention"
+    formula = flop_registry.get(getattr(node.target, "_overloadpacket", None))
+    if formula is None:
+        return 0.0, ""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return formula(*args, **kwargs, out_val=node.meta["val"]), "matmul"
+
+
+def _communicates(node: Node) -> bool:
+    return getattr(node.target, "namespace", "") in ("_c10d_functional", "simplefsdp")
+
+
+def _computes(node: Node) -> bool:
+    return node.op == "call_function" and not _communicates(node) and not _is_view(node)
+
+
+def _is_view(node: Node) -> bool:
+    """Whether its value is part of an input's memory."""
+    if node.target is operator.getitem:
+        return True
+    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    return any(value.alias_info and not value.alias_info.is_write for value in returns)
+
+
+def _is_fused(node: Node) -> bool:
+    if not _computes(node) or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    tags = node.target.tags
+    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags or node.target._overloadpacket in _FUSED
+
+
+_FUSED = (
+    _aten.cat,
+    _aten.clone,
+    _aten.constant_pad_nd,
+    _aten.copy,
+    _aten.embedding,
+    _aten.full,
+    _aten.gather,
+    _aten.index,
+    _aten.arange,
+    _aten._to_copy,
+    _aten.where,
+    torch.ops.prims.convert_element_type,
+    torch.ops.prims.iota,
+)
+"""Fused as well, without torch's tags saying so."""
+_PICKS = (_aten.embedding, _aten.index, _aten.gather)
+"""They read no more of their first input than they give."""
+
+
+def _sources(node: Node) -> list[Node]:
+    """Where the memory that a node reads is from: its inputs, without views."""
+    return list(dict.fromkeys(map(storage, node.all_input_nodes)))
+
+
+def storage(node: Node) -> Node:
+    """The node whose memory ``node`` is a view of; itself, if it is none."""
+    while _is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _users(node: Node) -> Iterator[Node]:
+    """Who reads a node's memory, also through views."""
+    for user in node.users:
+        if _is_view(user):
+            yield from _users(user)
+        else:
+            yield user
+
+
+def _read(node: Node, source: Node) -> int:
+    """Bytes of ``source`` that ``node`` reads."""
+    inputs = node.all_input_nodes
+    if getattr(node.target, "_overloadpacket", None) in _PICKS and storage(inputs[0]) is source:
+        return min(_nbytes(node), _nbytes(source))
+    return min(_nbytes(source), sum(_nbytes(value) for value in inputs if storage(value) is source))
+
+
+def _tensors(node: Node) -> list[Tensor]:
+    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+
+
+def _nbytes(node: Node) -> int:
+    return sum(hint(tensor.numel()) * tensor.element_size() for tensor in _tensors(node))
+
+
+def half(graph: Graph, profile: Profile, given: Collection[str] = ()) -> Half:
+    """What there is to schedule in a forward or backward graph, before its collectives are merged.
+
+    ``given``: names of inputs that somebody else holds, as parameters; others are freed when they are read.
+    """
+    nodes, items = graph_items(graph)
+    at = places(items)
+    cost = costs(graph, profile)
+    compute = [nodes[i] for i in at.main]
+    marks = sorted({0, len(compute), *at.use.values(), *at.gradient.values()})
+    slot = {mark: i for i, mark in enumerate(marks)}
+    seconds = list(accumulate((cost.seconds.get(node, 0.0) for node in compute), initial=0.0))
+    inputs = {node: _nbytes(node) for node in graph.find_nodes(op="placeholder") if node.name not in given}
+    stored = {**inputs, **cost.stored}
+    for reduction in reductions(graph):
+        stored.pop(storage(reduction.input), None)
+    memory = alive(compute, stored, cost.runs, lambda node: list(_users(node)))
+    position = {node: i for i, node in enumerate(nodes)}
+    outputs = [position[node] for node in graph.output_node().all_input_nodes if node in position]
+    outlives = {fqn for i in outputs for fqn in at.weights[i]}
+    steps = list(pairwise(marks))
+
+    def step_of(index: int) -> int:
+        return bisect_right(marks, index) - 1
+
+    gathered: dict[str, Gather] = {}
+    for gather in gathers(graph):
+        (fqn,) = gather.fqns
+        nbytes = _nbytes(gather.node) + (gathered[fqn].nbytes if fqn in gathered else 0)  # gathered in two ways
+        last = len(steps) if fqn in outlives else step_of(at.last_use.get(fqn, at.use[fqn]))
+        gathered[fqn] = Gather(fqn, _gather_kind(gather, profile), nbytes, slot[at.use[fqn]], last)
+    reduced = [
+        Reduction(
+            reduction.fqns[0],
+            _reduction_kind(reduction, profile),
+            _nbytes(reduction.input),
+            slot[at.gradient[reduction.fqns[0]]],
+            _nbytes(reduction.node),
+        )
+        for reduction in reductions(graph)
+    ]
+    return Half(
+        tuple(seconds[end] - seconds[begin] for begin, end in steps),
+        tuple(max(memory.during[begin:end]) for begin, end in steps),
+        tuple(memory.before[mark] for mark in marks),
+        tuple(sorted(gathered.values(), key=lambda gather: gather.use)),
+        tuple(sorted(reduced, key=lambda reduction: reduction.there)),
+    )
+
+
+def _gather_kind(gather: Collective, profile: Profile) -> Kind:
+    return _kind(profile, "all_gather", gather.options[-1], 1, None, repr(gather.gather_kind()))
+
+
+def _reduction_kind(reduction: Collective, profile: Profile) -> Kind:
+    kind = "reduce_scatter" if reduction.node.target is REDUCE_SCATTER else "all_reduce"
+    then = None
+    if reduction.then:
+        ranks = reduction.options[1]
+        then = _kind(profile, "all_reduce", reduction.then.options[-1], ranks, None, "")
+    return _kind(profile, kind, reduction.options[-1], 1, then, repr(reduction.reduction_kind()))
+
+
+def _kind(profile: Profile, kind: str, group: str, parts: int, then: Kind | None, name: str) -> Kind:
+    """``parts``: of how many parts of a tensor the collective has one."""
+    ranks = group_ranks(group)
+    alpha = profile.collective_s(kind, ranks, 0)
+    large = 1 << 30
+    rate = (profile.collective_s(kind, ranks, large) - alpha) / large / parts
+    copy = 2 * profile.memory_s(large) / large
+    return Kind(group, alpha, rate, profile.collective_launch_s, copy, profile.contention, then, name)

@@ -1,0 +1,414 @@
+"""The schedule of a graph, searched: which collectives are merged, and when each is issued and awaited.
+
+``auto`` looks for the shortest predicted time (``timeline.py``) under a memory budget:
+
+1. *Cut.* Parameters in the order of their use are cut into buckets (``cuts.py``), for several speeds of communication
+   and sizes of buckets.
+2. *Arrange.* A gather is issued as late as keeps it and all later ones in time, a reduction when it is complete.
+   Under a budget gathers leave more or less room free, by bisection.
+3. *Improve.* All that, arranged in several ways, and whatever else is proposed is replayed. From the best on, buckets
+   are merged and split, issued and awaited a slot earlier or later, while one such step, or two, help.
+
+All is deterministic: how much is tried depends on the size of the graph, never on the clock.
+
+``greedy`` is the auto-wrapping of the SimpleFSDP paper (arXiv 2411.00284), as far as the paper and its authors' code
+say it: see there.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, pairwise, product
+from typing import NamedTuple
+
+from .cuts import Cuts, alone, cut_gathers, cut_reductions, evenly
+from .order import Bucket
+from .timeline import Flight, Half, Kind, Replay, Schedule, Timed, Timeline, replay
+
+_SPEEDS = (1.0, 3.0)
+"""How much slower communication is taken for when cutting: it shares its channel, and may be late."""
+_MARGINS = (0.5, 2.0)
+"""Of a gather's time: how much earlier than necessary it is issued, besides as early as there is room."""
+_PARTS = (4, 8, 16, 32, 64)
+"""All is also cut into so many even buckets, and in the best way with none larger than such a part of the whole, or of
+what the budget leaves."""
+_BEST = 3
+"""How many cuts are arranged in all ways."""
+_WORK = 20_000
+"""How many collectives are replayed, about, to improve schedules."""
+
+
+class Found(NamedTuple):
+    schedule: Schedule
+    timeline: Timeline
+
+
+class _Choice(NamedTuple):
+    """What ``_arrange`` makes a schedule of."""
+
+    gathers: Cuts
+    reductions: Cuts
+    margin: float = math.inf
+    """Of a gather's time: how much earlier than necessary it is issued. Infinite: as soon as there is room for it."""
+    gathers_first: bool = False
+    """Whether reductions are held back while a gather is late."""
+    room: float = math.inf
+    """Bytes in use up to which gathers that could wait are issued, and reductions not awaited."""
+
+
+def auto(
+    half: Half, budget: float = math.inf, proposals: Iterable[Schedule] = (), *, tolerance: float = 0.0
+) -> Found | None:
+    """The fastest schedule with a peak of at most ``budget`` bytes; ``None`` if there is none.
+
+    Never slower than any of ``proposals`` that is within the budget. ``tolerance``: of the predicted time, what may be
+    given away for a lower peak.
+    """
+    given = [minimum(half), *(Found(schedule, replay(half, schedule)) for schedule in proposals)]
+    given = [found for found in given if found.timeline.peak <= budget]
+    candidates = sorted([*given, *_candidates(half, budget)], key=lambda found: found.timeline.seconds)
+    if not candidates:
+        return None
+
+    def faster(timeline: Timeline) -> tuple[float, float] | None:
+        return (timeline.seconds, timeline.peak) if timeline.peak <= budget else None
+
+    found = _improve(half, candidates, faster)
+    if not tolerance:
+        return found
+    limit = min([found.timeline.seconds * (1 + tolerance), *(f.timeline.seconds for f in given)])
+
+    def smaller(timeline: Timeline) -> tuple[float, float] | None:
+        return (timeline.peak, timeline.seconds) if timeline.seconds <= limit else None
+
+    candidates = [f for f in (found, *candidates) if f.timeline.seconds <= limit]
+    return _improve(half, sorted(candidates, key=lambda f: f.timeline.peak), smaller)
+
+
+def greedy(half: Half, room: float = math.inf) -> Found:
+    """Auto-wrapping by the rule of the SimpleFSDP paper.
+
+    In the order of use, a gather is added to the open bucket unless ``gather + reduction > compute``: the bucket's
+    gather and the reduction of the gradients made meanwhile do not hide under the compute of the step before, the one
+    that uses the previous bucket; or unless the bucket, twice, as it is unpacked by a copy, is more than ``room`` bytes
+    leave beside the most that this step needs. The first bucket has nothing to hide under, and one member. Gathers are
+    issued before the wait for the previous one. Gradients are reduced together when the step ends that makes them,
+    or, towards the end, once five times their reduction is more than the compute to come; they are awaited before the
+    next are reduced.
+    """
+    at = list(accumulate(half.seconds, initial=0.0))
+    cuts: list[list[int]] = []
+    starts: list[int] = []
+    hides = 0.0
+    for i, gather in enumerate(half.gathers):
+        if cuts:
+            nbytes = sum(half.gathers[k].nbytes for k in (*cuts[-1], i))
+            before = starts[-2] if len(starts) > 1 else starts[-1]
+            most = max(half.nbytes[before : starts[-1] + 1], default=0)
+            if gather.kind.seconds(nbytes) <= hides and most + 2 * nbytes <= room:
+                cuts[-1].append(i)
+                continue
+            hides = at[gather.use] - at[starts[-1]]
+            made = [r for r in half.reductions if starts[-1] < r.there <= gather.use]
+            hides -= made[0].kind.seconds(sum(r.nbytes for r in made)) if made else 0.0
+        cuts.append([i])
+        starts.append(gather.use)
+    gathers = [Timed(tuple(members), starts[max(0, n - 1)], starts[n]) for n, members in enumerate(cuts)]
+    flushed: list[tuple[tuple[int, ...], int]] = []
+    pending: list[int] = []
+    for i, reduction in enumerate(half.reductions):
+        pending.append(i)
+        seconds = reduction.kind.seconds(sum(half.reductions[k].nbytes for k in pending))
+        following = half.reductions[i + 1].there if i + 1 < len(half.reductions) else math.inf
+        step = bisect_left(starts, reduction.there)
+        if bisect_left(starts, following) > step or 5 * seconds > at[-1] - at[reduction.there]:
+            flushed.append((tuple(pending), reduction.there))
+            pending = []
+    points = [slot for _, slot in flushed] + [len(half.seconds)] * 2
+    reductions = [Timed(members, slot, points[n + 1], points[n + 1]) for n, (members, slot) in enumerate(flushed)]
+    schedule = Schedule(tuple(gathers), tuple(reductions))
+    return Found(schedule, replay(half, schedule))
+
+
+def minimum(half: Half) -> Found:
+    """The schedule that needs the least memory: nothing is merged or issued ahead, and all is awaited at once."""
+    schedule = Schedule(
+        tuple(Timed((i,), gather.use, gather.use) for i, gather in enumerate(half.gathers)),
+        tuple(Timed((i,), r.there, r.there, r.there) for i, r in enumerate(half.reductions)),
+    )
+    return Found(schedule, replay(half, schedule))
+
+
+def _candidates(half: Half, budget: float) -> list[Found]:
+    """Arrangements within the budget: of all cuts in one way, of the best of them in all ways."""
+    whole = sum(member.nbytes for member in (half.gathers or half.reductions))
+    spare = min(budget - minimum(half).timeline.peak, whole)
+    ways = [
+        *product(_SPEEDS, (math.inf,)),
+        *((1.0, part / n) for part in dict.fromkeys((whole, spare)) for n in _PARTS),
+    ]
+    cuts = [(alone(half.gathers), alone(half.reductions))]
+    cuts += [(cut_gathers(half, *way), cut_reductions(half, *way)) for way in ways]
+    cuts += [(evenly(half.gathers, parts), evenly(half.reductions, parts)) for parts in _PARTS]
+    found = {choice: _within(half, choice, budget) for choice in (_Choice(*cut) for cut in dict.fromkeys(cuts))}
+    best = sorted(found, key=lambda choice: f.timeline.seconds if (f := found[choice]) else math.inf)[:_BEST]
+    for choice, margin, gathers_first in product(best, _MARGINS, (False, True)):
+        other = choice._replace(margin=margin, gathers_first=gathers_first)
+        if half.reductions or not gathers_first:
+            found[other] = _within(half, other, budget)
+    return [f for f in found.values() if f is not None]
+
+
+def _within(half: Half, choice: _Choice, budget: float) -> Found | None:
+    """The arrangement of a choice that gives gathers the most room within the budget."""
+    found = _arrange(half, choice)
+    if found.timeline.peak <= budget:
+        return found
+    best, low, high = None, 0.0, float(budget)
+    for room in (high, low, *[math.nan] * 4):
+        room = (low + high) / 2 if math.isnan(room) else room
+        found = _arrange(half, choice._replace(room=room))
+        if found.timeline.peak <= budget:
+            best, low = found, room
+        elif room == 0:
+            return None
+        else:
+            high = room
+        if low == high:
+            break
+    return best
+
+
+_Rank = Callable[[Timeline], tuple[float, float] | None]
+"""The lower the better; ``None`` for what may not be."""
+
+
+def _improve(half: Half, starts: Sequence[Found], rank: _Rank) -> Found:
+    """The best that small changes make of ``starts``, of which those in front have the most time."""
+    work = _WORK // (len(half.gathers) + len(half.reductions) + 1)
+    best = starts[0]
+    for found in starts:
+        found, work = _descend(half, found, rank, work)
+        best = min(best, found, key=lambda found: rank(found.timeline) or (math.inf, math.inf))
+    return best
+
+
+def _descend(half: Half, best: Found, rank: _Rank, work: int) -> tuple[Found, int]:
+    """The next better schedule, one step or two away, and on from there, until ``work`` of them are replayed."""
+    improved = True
+    while improved:
+        improved = False
+        near = _neighbours(half, best.schedule)
+        farther = (other for one in _neighbours(half, best.schedule) for other in _neighbours(half, one))
+        for schedule in chain(near, farther):
+            if work <= 0:
+                return best, work
+            work -= 1
+            schedule = _awaited_where_another_is_issued(schedule, len(half.seconds))
+            found = Found(schedule, replay(half, schedule))
+            ranks = rank(found.timeline), rank(best.timeline)
+            if ranks[0] is not None and ranks[1] is not None and ranks[0] < ranks[1]:
+                best, improved = found, True
+                break
+    return best, work
+
+
+def _awaited_where_another_is_issued(schedule: Schedule, end: int) -> Schedule:
+    """The same, but for points that no plan can name, which move to the next that one can."""
+    issues = sorted({end, *(timed.issue for timed in schedule.reductions)})
+
+    def settled(timed: Timed) -> Timed:
+        wait, then = (issues[bisect_left(issues, slot)] for slot in (timed.wait, timed.then))
+        return timed._replace(wait=wait, then=then)
+
+    return schedule._replace(reductions=tuple(map(settled, schedule.reductions)))
+
+
+def _neighbours(half: Half, schedule: Schedule) -> Iterator[Schedule]:
+    gathers, reductions = schedule
+    uses = sorted({0, *(gather.use for gather in half.gathers)})
+    gradients = sorted({reduction.there for reduction in half.reductions})
+    issues = sorted({len(half.seconds), *(timed.issue for timed in reductions)})
+    for i, timed in enumerate(gathers):
+        first = gathers[i - 1].issue if i else 0
+        last = gathers[i + 1].issue if i + 1 < len(gathers) else timed.wait
+        for slot in _beside(uses, timed.issue):
+            if first <= slot <= min(last, timed.wait):
+                yield Schedule(_put(gathers, i, 1, timed._replace(issue=slot)), reductions)
+        for at in range(1, len(timed.members)):
+            one, other = timed.members[:at], timed.members[at:]
+            wait = min(half.gathers[k].use for k in other)
+            parts = timed._replace(members=one), Timed(other, timed.issue, wait)
+            yield Schedule(_put(gathers, i, 1, *parts), reductions)
+    for i, (one_bucket, other_bucket) in enumerate(pairwise(gathers)):
+        merged = one_bucket._replace(members=one_bucket.members + other_bucket.members)
+        yield Schedule(_put(gathers, i, 2, merged), reductions)
+    for i, timed in enumerate(reductions):
+        first = max(reductions[i - 1].issue if i else 0, *(half.reductions[k].there for k in timed.members))
+        last = min(timed.then, timed.wait, reductions[i + 1].issue if i + 1 < len(reductions) else timed.wait)
+        for slot in _beside(gradients, timed.issue):
+            if first <= slot <= last:
+                yield Schedule(gathers, _put(reductions, i, 1, timed._replace(issue=slot)))
+        for slot in _beside(issues, timed.wait):
+            if slot >= max(timed.issue, timed.then):
+                yield Schedule(gathers, _put(reductions, i, 1, timed._replace(wait=slot)))
+        for at in range(1, len(timed.members)):
+            one, other = timed.members[:at], timed.members[at:]
+            issue = max(half.reductions[k].there for k in one)
+            parts = timed._replace(members=one, issue=issue), timed._replace(members=other)
+            yield Schedule(gathers, _put(reductions, i, 1, *parts))
+    for i, (one_bucket, other_bucket) in enumerate(pairwise(reductions)):
+        merged = other_bucket._replace(members=one_bucket.members + other_bucket.members)
+        yield Schedule(gathers, _put(reductions, i, 2, merged))
+
+
+def _beside(slots: Sequence[int], slot: int) -> list[int]:
+    place = bisect_left(slots, slot)
+    return [*slots[max(0, place - 1) : place], *slots[place + 1 : place + 2]]
+
+
+def _put(buckets: tuple[Timed, ...], i: int, instead: int, *new: Timed) -> tuple[Timed, ...]:
+    return (*buckets[:i], *new, *buckets[i + instead :])
+
+
+def named(half: Half, schedule: Schedule, position: Mapping[str, int]) -> tuple[tuple[Bucket, ...], tuple[Bucket, ...]]:
+    """Gather and reduction buckets that have the slots of ``schedule``; ``scheduled`` is the inverse.
+
+    ``position``: of each FQN in packing order.
+    """
+    used = {gather.use: gather.fqn for gather in reversed(half.gathers)}
+    gathers = []
+    for i, timed in enumerate(schedule.gathers):
+        members = [half.gathers[k] for k in timed.members]
+        fqns = tuple(sorted((member.fqn for member in members), key=position.__getitem__))
+        first = min(members, key=lambda member: member.use).fqn
+        gathers.append(Bucket(fqns, used.get(timed.issue), first, place=i))
+    complete = {reduction.there: reduction.fqn for reduction in half.reductions}
+    reduced = [[half.reductions[k].fqn for k in timed.members] for timed in schedule.reductions]
+    issued = {timed.issue: fqns[0] for timed, fqns in reversed(list(zip(schedule.reductions, reduced, strict=True)))}
+    reductions = []
+    for i, (timed, made) in enumerate(zip(schedule.reductions, reduced, strict=True)):
+        _, wait, then = (made[0] if slot == timed.issue else issued.get(slot) for slot in timed[1:])
+        followed = half.reductions[timed.members[0]].kind.then is not None
+        packed = tuple(sorted(made, key=position.__getitem__))
+        reductions.append(Bucket(packed, complete[timed.issue], wait, then if followed else None, i))
+    return tuple(gathers), tuple(reductions)
+
+
+def _arrange(half: Half, choice: _Choice) -> Found:
+    """When to issue and await the buckets of a choice."""
+    end = len(half.seconds)
+    due = _Due(half, choice)
+    complete = [max(half.reductions[i].there for i in members) for members in choice.reductions]
+    gradients = sorted({reduction.there for reduction in half.reductions})
+    run = Replay(half)
+    gathers: list[Timed] = []
+    reductions: list[Timed] = []
+    gathering: deque[tuple[int, list[Flight]]] = deque()
+    reducing: dict[int, list[Flight]] = {}
+    while run.slot <= end:
+        slot = run.slot
+        ready = range(len(reductions), bisect_right(complete, slot))
+        held = choice.gathers_first and slot < gradients[-1] and due.late(run, len(gathers), run.clock)
+        if ready and _in(gradients, slot) and not held:
+            for n, flights in list(reducing.items()):
+                if max(flight.finished for flight in flights) > run.clock and run.alive <= choice.room:
+                    break
+                reducing[n] = [following for f in flights if (following := run.await_reduction(f))]
+                earlier = reductions[n]
+                reductions[n] = earlier._replace(then=slot) if reducing[n] else earlier._replace(wait=slot)
+            reducing = {n: flights for n, flights in reducing.items() if flights}
+            for n in ready:
+                reducing[n] = run.issue_reductions(choice.reductions[n])
+                reductions.append(Timed(choice.reductions[n], slot, end, end))
+        while len(gathers) < len(choice.gathers) and due.now(run, len(gathers), gathering):
+            members, use = choice.gathers[len(gathers)], due.uses[len(gathers)]
+            gathering.append((use, run.issue_gathers(members)))
+            gathers.append(Timed(members, slot, use))
+        while gathering and gathering[0][0] <= slot:
+            for flight in gathering.popleft()[1]:
+                run.await_gather(flight)
+        run.advance()
+    schedule = Schedule(tuple(gathers), tuple(reductions))
+    return Found(schedule, replay(half, schedule))
+
+
+def _after_waits(run: Replay, gathering: Iterable[tuple[int, list[Flight]]]) -> float:
+    """When the step begins that the slot precedes in which ``run`` is."""
+    clock = run.clock
+    for use, flights in gathering:
+        if use > run.slot:
+            break
+        for flight in flights:
+            clock = max(clock, flight.finished)
+            clock += flight.nbytes * flight.kind.copy_s_per_byte if len(flight.fqns) > 1 else 0.0
+    return clock
+
+
+class _Due:
+    """When the gathers of a choice are to be issued."""
+
+    def __init__(self, half: Half, choice: _Choice):
+        self.uses = [min(half.gathers[i].use for i in members) for members in choice.gathers]
+        self._half = half
+        self._room = choice.room
+        self._margin = choice.margin
+        self._at = list(accumulate(half.seconds, initial=0.0))
+        self._slots = sorted({0, *(gather.use for gather in half.gathers)})
+        self._nbytes = [sum(half.gathers[i].nbytes for i in members) for members in choice.gathers]
+        self._copied = [n if len(members) > 1 else 0 for n, members in zip(self._nbytes, choice.gathers, strict=True)]
+        self._channels = [half.gathers[members[0]].kind.channel for members in choice.gathers]
+        self._latest = [math.inf] * (len(self.uses) + 1)
+        """Seconds of compute before which gather k must begin, for it and all later ones to be in time."""
+        for k in reversed(range(len(self.uses))):
+            kinds: dict[Kind, int] = {}
+            for i in choice.gathers[k]:
+                kinds[half.gathers[i].kind] = kinds.get(half.gathers[i].kind, 0) + half.gathers[i].nbytes
+            cost = sum(kind.seconds(nbytes) for kind, nbytes in kinds.items())
+            margin = choice.margin * cost if cost else 0.0
+            self._latest[k] = min(self._at[self.uses[k]], self._latest[k + 1]) - cost - margin
+
+    def now(self, run: Replay, k: int, gathering: Iterable[tuple[int, list[Flight]]]) -> bool:
+        """Whether gather ``k`` is issued in the slot that ``run`` has come to, those of ``gathering`` being awaited."""
+        clock = _after_waits(run, gathering)
+        if self.uses[k] <= run.slot:
+            return True
+        if not _in(self._slots, run.slot) or not self.late(run, k, clock):
+            return False
+        if run.free.get(self._channels[k], 0.0) >= self._next(run, clock) and self._margin < math.inf:
+            return False  # the channel has enough to do until the next slot
+        return self._room == math.inf or self._most(run, k, gathering) <= self._room
+
+    def _most(self, run: Replay, k: int, gathering: Iterable[tuple[int, list[Flight]]]) -> int:
+        """Bytes in use until gather ``k`` is, if it is issued now and gradients stay no longer than they do by now."""
+        half, use = self._half, self.uses[k]
+        alive, most = run.alive + self._nbytes[k], 0
+        copies = {at: sum(f.nbytes for f in flights if len(f.fqns) > 1) for at, flights in gathering}
+        copies[use] = self._copied[k]
+        for slot in range(run.slot, use + 1):
+            most = max(most, half.between[slot] + alive + copies.get(slot, 0))
+            if slot < len(half.nbytes):
+                most = max(most, half.nbytes[slot] + alive)
+                alive -= run.last_read[slot]
+        return most
+
+    def late(self, run: Replay, k: int, clock: float) -> bool:
+        """Whether gather ``k`` would be late if it were issued in the next slot."""
+        if k >= len(self.uses):
+            return False
+        behind = clock - self._at[run.slot]
+        begin = max(self._next(run, clock), run.free.get(self._channels[k], 0.0))
+        return begin > self._latest[k] + behind
+
+    def _next(self, run: Replay, clock: float) -> float:
+        """When the next slot comes in which a gather could be issued."""
+        following = bisect_right(self._slots, run.slot)
+        slot = self._slots[following] if following < len(self._slots) else len(self._at) - 1
+        return clock + self._at[slot] - self._at[run.slot]
+
+
+def _in(numbers: Sequence[int], number: int) -> bool:
+    """Whether ``number`` is among the sorted ``numbers``."""
+    place = bisect_left(numbers, number)
+    return place < len(numbers) and numbers[place] == number

@@ -1,0 +1,345 @@
+"""What a plan costs on one graph, predicted: a replay of compute, collectives and memory, step by step.
+
+::
+
+    slot 0                 slot 1                 slot 2                                     the end
+    issue, await | step 0  issue, await | step 1  issue, await | step 2 ...                  await
+
+Compute is a chain of steps that nobody reorders. In the slot before each, collectives are issued and awaited, as
+``order.py`` does it. Collectives of one process group run one after the other, in the order in which they are issued.
+A gather's memory is in use from its issue until the last step that reads the weight, a reduction's from the step that
+makes the gradient until the reduction is awaited. A bucket of several members is packed or unpacked by copies, which
+take compute time and, while they run, as many bytes again.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from .order import Bucket
+
+
+class Kind(NamedTuple):
+    """What collectives must have in common to be merged, and what they cost."""
+
+    channel: str
+    """Their process group."""
+    alpha_s: float
+    s_per_byte: float
+    """Of the whole tensor: a gather's output, a reduction's input."""
+    issue_s: float = 0.0
+    """Compute time that is lost by issuing and awaiting one."""
+    copy_s_per_byte: float = 0.0
+    """Compute time of unpacking a bucket's weights, or of packing its gradients."""
+    contention: float = 0.0
+    """Part of its time that compute loses meanwhile."""
+    then: "Kind | None" = None
+    """Of the all-reduce that follows, per byte of the same tensor."""
+    name: str = ""
+    """Tells apart what costs the same but cannot be merged."""
+
+    def seconds(self, nbytes: int) -> float:
+        return self.alpha_s + nbytes * self.s_per_byte
+
+
+class Gather(NamedTuple):
+    fqn: str
+    kind: Kind
+    nbytes: int
+    """Of the full weight."""
+    use: int
+    """The first step that reads it; the number of steps if none does."""
+    last: int
+    """The last step that reads it; the number of steps if it outlives the graph."""
+
+
+class Reduction(NamedTuple):
+    fqn: str
+    kind: Kind
+    nbytes: int
+    """Of the full gradient."""
+    there: int
+    """The slot in which it is complete: behind the step of one less."""
+    result: int = 0
+    """Bytes of the reduced shard, which outlives the graph."""
+
+
+class Half(NamedTuple):
+    """A forward or a backward graph, as far as its schedule is concerned."""
+
+    seconds: tuple[float, ...]
+    """Of each step of compute."""
+    nbytes: tuple[int, ...]
+    """In use during each, without what gathers and reductions need."""
+    between: tuple[int, ...]
+    """The same in each slot; one more than there are steps."""
+    gathers: tuple[Gather, ...]
+    """By first use."""
+    reductions: tuple[Reduction, ...]
+    """By when they are complete."""
+
+
+class Timed(NamedTuple):
+    """A bucket with slots for points."""
+
+    members: tuple[int, ...]
+    """Positions in ``Half.gathers`` or ``Half.reductions``."""
+    issue: int
+    wait: int
+    then: int = -1
+    """Of a reduction that an all-reduce follows: when the one is awaited and the other issued."""
+
+
+class Schedule(NamedTuple):
+    """What is issued and awaited in which slot of a ``Half``. Gathers and reductions each in the order of issue."""
+
+    gathers: tuple[Timed, ...]
+    reductions: tuple[Timed, ...]
+
+
+class Span(NamedTuple):
+    """A collective of a ``Timeline``; seconds since the graph began."""
+
+    kind: Kind
+    fqns: tuple[str, ...]
+    nbytes: int
+    issued: float
+    started: float
+    finished: float
+    awaited: float
+    """When the wait for it began; it ended then, or when the collective had finished."""
+
+
+class Timeline(NamedTuple):
+    """The prediction for a graph."""
+
+    seconds: float
+    exposed: float
+    """Of the seconds, those in which compute waited for a collective."""
+    peak: int
+    """Most bytes in use at a time."""
+    starts: tuple[float, ...]
+    """When each step of compute begins, and when the graph ends."""
+    memory: tuple[int, ...]
+    """Most bytes in use in each slot and step."""
+    spans: tuple[Span, ...]
+
+
+class _Flight(NamedTuple):
+    """A collective that is not yet awaited."""
+
+    kind: Kind
+    fqns: tuple[str, ...]
+    nbytes: int
+    issued: float
+    started: float
+    result: int
+
+
+class Flight(NamedTuple):
+    """A collective that is not yet awaited."""
+
+    kind: Kind
+    fqns: tuple[str, ...]
+    nbytes: int
+    issued: float
+    started: float
+    finished: float
+
+
+class Replay:
+    """A graph while it runs: collectives are issued and awaited in the slot that ``advance`` has come to."""
+
+    def __init__(self, half: Half):
+        steps = len(half.seconds)
+        self.half = half
+        self.slot = 0
+        self.clock = 0.0
+        self.exposed = 0.0
+        self.free: dict[str, float] = {}
+        """When each channel has done all that was issued."""
+        self.alive = 0
+        """Bytes of gathers, gradients and reduced shards."""
+        self._starts: list[float] = []
+        self._memory = list(half.between)
+        self._spans: list[Span] = []
+        self.last_read = [0] * (steps + 1)
+        """Bytes of weights, by the last step that reads them."""
+        for gather in half.gathers:
+            self.last_read[gather.last] += gather.nbytes
+        self._made = [0] * (steps + 1)
+        for reduction in half.reductions:
+            self._made[max(0, reduction.there - 1)] += reduction.nbytes
+
+    def issue_gathers(self, members: Iterable[int]) -> list[Flight]:
+        flights = []
+        for kind, alike in _by_kind(self.half.gathers[i] for i in members).items():
+            nbytes = sum(gather.nbytes for gather in alike)
+            self._use(nbytes)
+            flights.append(self._issue(kind, tuple(gather.fqn for gather in alike), nbytes))
+        return flights
+
+    def issue_reductions(self, members: Iterable[int]) -> list[Flight]:
+        flights = []
+        for kind, alike in _by_kind(self.half.reductions[i] for i in members).items():
+            nbytes = sum(reduction.nbytes for reduction in alike)
+            if len(alike) > 1:
+                self._copy(kind, nbytes)
+            self._use(sum(reduction.result for reduction in alike))
+            flights.append(self._issue(kind, tuple(reduction.fqn for reduction in alike), nbytes))
+        return flights
+
+    def await_gather(self, flight: Flight) -> None:
+        self._wait(flight)
+        if len(flight.fqns) > 1:
+            self._copy(flight.kind, flight.nbytes)
+
+    def await_reduction(self, flight: Flight) -> Flight | None:
+        """The all-reduce that follows is issued and returned, if there is one."""
+        self._wait(flight)
+        if flight.kind.then is not None:
+            return self._issue(flight.kind.then, flight.fqns, flight.nbytes)
+        self.alive -= flight.nbytes
+        return None
+
+    def advance(self) -> None:
+        """Run the step that this slot precedes, or end."""
+        step = self.slot
+        self._starts.append(self.clock)
+        self._note(0)
+        if step < len(self.half.seconds):
+            self._use(self._made[step])
+            self._note(self.half.nbytes[step] - self.half.between[step])
+            self.clock += self.half.seconds[step]
+            self.alive -= self.last_read[step]
+        self.slot += 1
+
+    def timeline(self) -> Timeline:
+        """Once ``advance`` has come to the end."""
+        memory = tuple(self._memory)
+        return Timeline(self.clock, self.exposed, max(memory), tuple(self._starts), memory, tuple(self._spans))
+
+    def _issue(self, kind: Kind, fqns: tuple[str, ...], nbytes: int) -> Flight:
+        self.clock += kind.issue_s + kind.contention * kind.seconds(nbytes)
+        started = max(self.clock, self.free.get(kind.channel, 0.0))
+        finished = self.free[kind.channel] = started + kind.seconds(nbytes)
+        return Flight(kind, fqns, nbytes, self.clock, started, finished)
+
+    def _wait(self, flight: Flight) -> None:
+        self._spans.append(Span(*flight, self.clock))
+        self.exposed += max(0.0, flight.finished - self.clock)
+        self.clock = max(self.clock, flight.finished)
+
+    def _copy(self, kind: Kind, nbytes: int) -> None:
+        self._note(nbytes)
+        self.clock += nbytes * kind.copy_s_per_byte
+
+    def _use(self, nbytes: int) -> None:
+        self.alive += nbytes
+        self._note(0)
+
+    def _note(self, more: int) -> None:
+        self._memory[self.slot] = max(self._memory[self.slot], self.half.between[self.slot] + self.alive + more)
+
+
+def _by_kind(members: Iterable[Any]) -> dict[Kind, list[Any]]:
+    alike: dict[Kind, list[Any]] = {}
+    for member in members:
+        alike.setdefault(member.kind, []).append(member)
+    return alike
+
+
+def replay(half: Half, schedule: Schedule) -> Timeline:
+    """What ``schedule`` takes on ``half``, if nothing is late."""
+    run = Replay(half)
+    end = len(half.seconds)
+    gathers, reductions = list(schedule.gathers[::-1]), list(schedule.reductions[::-1])
+    gathering: list[list[Flight]] = [[] for _ in range(end + 1)]
+    reducing: list[list[tuple[Timed, Flight]]] = [[] for _ in range(end + 1)]
+    """By the slot in which they are awaited."""
+
+    def reduce_what_is_due() -> None:
+        while reducing[run.slot]:
+            timed, flight = reducing[run.slot].pop(0)
+            if following := run.await_reduction(flight):
+                reducing[max(run.slot, timed.wait)].append((timed, following))
+
+    while run.slot <= end:
+        reduce_what_is_due()
+        while reductions and reductions[-1].issue <= run.slot:
+            timed = reductions.pop()
+            for flight in run.issue_reductions(timed.members):
+                reducing[max(run.slot, timed.then if flight.kind.then else timed.wait)].append((timed, flight))
+            reduce_what_is_due()
+        while gathers and gathers[-1].issue <= run.slot:
+            timed = gathers.pop()
+            gathering[max(run.slot, timed.wait)] += run.issue_gathers(timed.members)
+        for flight in gathering[run.slot]:
+            run.await_gather(flight)
+        run.advance()
+    return run.timeline()
+
+
+def scheduled(half: Half, gathers: Sequence[Bucket], reductions: Sequence[Bucket]) -> Schedule:
+    """The slots in which ``order`` issues and awaits the collectives of these buckets, as far as ``half`` has them."""
+    end = len(half.seconds)
+    use = {gather.fqn: gather.use for gather in half.gathers}
+    number = {gather.fqn: i for i, gather in enumerate(half.gathers)}
+    found = []
+    for bucket in gathers:
+        members = tuple(number[fqn] for fqn in bucket.fqns if fqn in number)
+        if members:
+            wait = min(use[fqn] for fqn in (*bucket.fqns, bucket.wait) if fqn in use)
+            issue = min(wait, use[bucket.issue]) if bucket.issue in use else 0
+            found.append(Timed(members, issue, wait))
+    there = {reduction.fqn: reduction.there for reduction in half.reductions}
+    number = {reduction.fqn: i for i, reduction in enumerate(half.reductions)}
+    slots: list[tuple[Bucket, tuple[int, ...]]] = []
+    issued: dict[str | None, int] = {}
+    last = 0
+    for bucket in reductions:
+        members = tuple(number[fqn] for fqn in bucket.fqns if fqn in number)
+        if members:
+            last = max(last, *(there[fqn] for fqn in (*bucket.fqns, bucket.issue) if fqn in there))
+            issued.update(dict.fromkeys(bucket.fqns, last))
+            slots.append((bucket, members))
+    reduced = [
+        Timed(members, issued[bucket.fqns[0]], issued.get(bucket.wait, end), issued.get(bucket.then, end))
+        for bucket, members in slots
+    ]
+    return Schedule(tuple(sorted(found, key=lambda timed: timed.issue)), tuple(reduced))
+
+
+def bound(half: Half) -> float:
+    """Seconds that no schedule of these steps can beat, without a memory budget.
+
+    A gather cannot end before those that are needed earlier, nor a reduction begin before its gradient is there; so
+    compute is held up at the start until some first gathers are through, goes on to the gradient of some last
+    reductions, and these follow: the worst choice of both, or all that one channel has to do. Bytes go at full speed,
+    with one alpha for all gathers of a channel and one for its reductions; copies and issuing cost nothing.
+    """
+    at = list(accumulate(half.seconds, initial=0.0))
+    held_up = [(-1, 0.0)]  # from this slot on, by so much
+    ends = [(len(at), at[-1])]  # reductions from this slot on cannot end before, nothing held up
+    longest = 0.0
+    members: list[Gather | Reduction] = [*half.gathers, *half.reductions]
+    for channel in dict.fromkeys(member.kind.channel for member in members):
+        gathers = [gather for gather in half.gathers if gather.kind.channel == channel]
+        reductions = [reduction for reduction in half.reductions[::-1] if reduction.kind.channel == channel]
+        gathering, reducing = _at_once(gathers), _at_once(reductions)
+        held_up += [(g.use, seconds - at[g.use]) for g, seconds in zip(gathers, gathering, strict=True)]
+        ends += [(r.there, at[r.there] + seconds) for r, seconds in zip(reductions, reducing, strict=True)]
+        longest = max(longest, sum(seconds[-1] for seconds in (gathering, reducing) if seconds))
+    held_up.sort()
+    so_far = list(accumulate((delay for _, delay in held_up), max))
+    # What a slot awaits does not hold up the reductions that are issued in it.
+    return max(longest, *(end + so_far[bisect_left(held_up, (slot, -math.inf)) - 1] for slot, end in ends))
+
+
+def _at_once(members: Sequence[Gather | Reduction]) -> list[float]:
+    """Seconds of the first, of the first two, ... of them on one channel, each time with the largest alpha once."""
+    alphas = accumulate((member.kind.alpha_s for member in members), max)
+    transfers = accumulate(member.nbytes * member.kind.s_per_byte for member in members)
+    return [alpha + transfer for alpha, transfer in zip(alphas, transfers, strict=True)]

@@ -1,0 +1,122 @@
+"""Plans that are searched for: ``"auto"`` and ``"greedy"``, given a hardware profile."""
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from inductor_passes.planner import Found, auto, greedy, minimum, named
+from inductor_passes.timeline import Half, scheduled
+
+from .hardware import HardwareProfile
+from .plan import BucketPlan, Uses
+from .sharding import ShardedParameter
+from .wrap import BLOCK, Buckets, resolve
+
+log = logging.getLogger("simplefsdp")
+
+_TOLERANCE = 0.005
+"""Of the predicted time, what ``auto`` gives for less memory where no budget is set: less than predictions err by."""
+_OPTIMIZER_BYTES = 8
+"""For each element of a shard, besides the shard itself: two moments in float32, as Adam has them."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is asked of a planner."""
+
+    name: str
+    """``"auto"`` or ``"greedy"``."""
+    profile: HardwareProfile
+    budget: int | None
+    """Bytes: of the highest peak."""
+
+
+def search(
+    wanted: Search,
+    halves: Sequence[Half],
+    resident: int,
+    block: Buckets,
+    uses: Uses,
+    parameters: tuple[tuple[str, tuple[int, ...]], ...],
+    kept: Iterable[str],
+) -> BucketPlan:
+    """The plan for a forward and a backward graph.
+
+    Args:
+        resident: bytes that a step holds all the time, of what is in no graph: shards and the optimizer's state.
+        block: buckets of the ``block`` plan, which ``auto`` must not be slower than.
+
+    Raises:
+        ValueError: the budget cannot be met; says what is the least.
+    """
+    position = {fqn: i for i, (fqn, _) in enumerate(parameters)}
+    known = resolve(BLOCK.prefetch, block, uses, parameters, kept)
+    room = math.inf if wanted.budget is None else wanted.budget - resident
+    least = max(minimum(half).timeline.peak for half in halves)
+    if least > room:
+        raise ValueError(
+            f"option 'memory_budget'={wanted.budget}: this step needs at least {least + resident} bytes, of which "
+            f"{resident} for shards and the optimizer's state"
+        )
+    found = []
+    for half, gathers in zip(halves, (known.forward, known.backward), strict=True):
+        by_rule = greedy(half, room)
+        if wanted.name == "auto":
+            proposals = [scheduled(half, gathers, known.reductions), by_rule.schedule]
+            best = auto(half, room, proposals, tolerance=_TOLERANCE if wanted.budget is None else 0.0)
+            assert best is not None
+            found.append(best)
+        else:
+            found.append(by_rule if by_rule.timeline.peak <= room else minimum(half))
+    (forward, _), (backward, reductions) = (
+        named(half, best.schedule, position) for half, best in zip(halves, found, strict=True)
+    )
+    _say(wanted.name, found, resident)
+    return BucketPlan(forward, backward, reductions, tuple(kept), parameters)
+
+
+def _say(name: str, found: Sequence[Found], resident: int) -> None:
+    seconds, exposed = (sum(getattr(f.timeline, field) for f in found) for field in ("seconds", "exposed"))
+    peak = resident + max(f.timeline.peak for f in found)
+    log.info(
+        "%s: predicted %.1f ms forward and backward, %.1f of them exposed communication, peak %.2f GiB",
+        name,
+        1e3 * seconds,
+        1e3 * exposed,
+        peak / 2**30,
+    )
+
+
+def resident_bytes(param: ShardedParameter, dtype: torch.dtype) -> int:
+    """Of one parameter, on the rank that has most of it: its shard and the optimizer's state."""
+    comm = param.communication
+    numel = math.prod(comm.shape)
+    if comm.dim is not None and comm.shard_group is not None and numel:
+        rows = comm.shape[comm.dim]
+        numel = numel // rows * -(-rows // comm.shard_group.ranks)
+    return numel * (dtype.itemsize + _OPTIMIZER_BYTES)
+
+
+def parse_bytes(value: object) -> int:
+    """``60_000_000``, or ``"60GiB"``, ``"500 MB"``.
+
+    Raises:
+        ValueError: it is neither, or not positive.
+    """
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    number: float | None = None
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    elif isinstance(value, str):
+        digits = value.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+        unit = value.strip()[len(digits) :].strip().upper()
+        try:
+            number = float(digits) * units[unit]
+        except (ValueError, KeyError):
+            number = None
+    if number is None or not 1 <= number < math.inf:
+        raise ValueError(f"option 'memory_budget': expected bytes, as 60_000_000 or '60GiB', found {value!r}")
+    return int(number)

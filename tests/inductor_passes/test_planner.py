@@ -1,0 +1,218 @@
+"""Searched schedules, against all there are, and against the bound."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import assume, given, settings
+
+from inductor_passes.planner import auto, greedy, minimum, named
+from inductor_passes.timeline import Gather, Half, Kind, Reduction, Schedule, Timed, bound, replay, scheduled
+from tests.inductor_passes.chains import halves
+
+
+def cuts(count: int) -> Iterator[list[tuple[int, ...]]]:
+    """All ways to cut so many members into buckets."""
+    for ends in product((False, True), repeat=max(0, count - 1)):
+        edges = [0, *(i + 1 for i, end in enumerate(ends) if end), count]
+        yield [tuple(range(a, b)) for a, b in pairwise(edges)] if count else []
+
+
+def issues(first: Sequence[int], last: Sequence[int], slots: Sequence[int]) -> list:
+    """All slots for buckets in order, each between its first and its last possible one."""
+    choices = [[slot for slot in slots if a <= slot <= b] for a, b in zip(first, last, strict=True)]
+    return [picked for picked in product(*choices) if list(picked) == sorted(picked)]
+
+
+def every_schedule(half: Half, waits: bool) -> Iterator[Schedule]:
+    """Each with gathers in the order of their use and reductions in that of their gradients.
+
+    ``waits``: with reductions awaited in any slot where one is issued, else at the end.
+    """
+    end = len(half.seconds)
+    uses = sorted({0, *(gather.use for gather in half.gathers)})
+    gradients = sorted({reduction.there for reduction in half.reductions})
+    reduced: list[tuple[Timed, ...]] = []
+    for cut in cuts(len(half.reductions)):
+        complete = [max(half.reductions[i].there for i in members) for members in cut]
+        for slots in issues(complete, [end] * len(cut), gradients):
+            points = sorted({end, *slots}) if waits else [end]
+            for picked in product(*([point for point in points if point >= slot] for slot in slots)):
+                buckets = zip(cut, slots, picked, strict=True)
+                reduced.append(tuple(Timed(members, slot, wait, wait) for members, slot, wait in buckets))
+    for cut in cuts(len(half.gathers)):
+        needed = [min(half.gathers[i].use for i in members) for members in cut]
+        for slots in issues([0] * len(cut), needed, uses):
+            gathers = tuple(Timed(*bucket) for bucket in zip(cut, slots, needed, strict=True))
+            for reductions in reduced:
+                yield Schedule(gathers, reductions)
+
+
+def fastest(half: Half, budget: float = math.inf) -> float:
+    timelines = (replay(half, schedule) for schedule in every_schedule(half, waits=budget < math.inf))
+    return min((t.seconds for t in timelines if t.peak <= budget), default=math.inf)
+
+
+@given(halves(gathers=7, reductions=0))
+@settings(max_examples=200, deadline=None)
+def test_no_forward_is_faster(half: Half) -> None:
+    found = auto(half)
+    assert found is not None
+    assert found.timeline.seconds == pytest.approx(fastest(half))
+
+
+@given(halves(gathers=3, reductions=3))
+@settings(max_examples=200, deadline=None)
+def test_no_backward_is_faster(half: Half) -> None:
+    found = auto(half)
+    assert found is not None
+    assert found.timeline.seconds == pytest.approx(fastest(half))
+
+
+@given(halves(gathers=3, reductions=2), st.integers(0, 6))
+@settings(max_examples=200, deadline=None)
+def test_none_that_is_faster_keeps_within_the_budget(half: Half, spare: int) -> None:
+    budget = minimum(half).timeline.peak + spare
+    found = auto(half, budget)
+    assert found is not None
+    assert found.timeline.peak <= budget
+    assert found.timeline.seconds == pytest.approx(fastest(half, budget))
+
+
+@given(halves(gathers=4, reductions=2))
+@settings(max_examples=100, deadline=None)
+def test_nothing_needs_less_memory_than_the_minimum(half: Half) -> None:
+    least = minimum(half).timeline.peak
+    assert least == min(replay(half, schedule).peak for schedule in every_schedule(half, waits=True))
+    assert auto(half, least - 1) is None
+
+
+@given(halves(gathers=12, reductions=12, channels=2), st.integers(0, 20))
+@settings(max_examples=60, deadline=None)
+def test_the_found_schedule_is_one_that_a_plan_can_say(half: Half, spare: int) -> None:
+    found = auto(half, minimum(half).timeline.peak + spare)
+    assert found is not None
+    assert found.timeline == replay(half, found.schedule)
+    names = [member.fqn for member in (*half.gathers, *half.reductions)]
+    gathers, reductions = named(half, found.schedule, {fqn: i for i, fqn in enumerate(names)})
+    assert sorted(fqn for bucket in gathers for fqn in bucket.fqns) == sorted(g.fqn for g in half.gathers)
+    assert sorted(fqn for bucket in reductions for fqn in bucket.fqns) == sorted(r.fqn for r in half.reductions)
+    assert replay(half, scheduled(half, gathers, reductions)) == found.timeline
+
+
+@given(halves(gathers=10, reductions=10), st.integers(0, 20))
+@settings(max_examples=60, deadline=None)
+def test_what_is_proposed_is_never_faster(half: Half, spare: int) -> None:
+    budget = minimum(half).timeline.peak + spare
+    proposed = greedy(half)
+    found = auto(half, budget, [proposed.schedule], tolerance=0.1)
+    assert found is not None
+    assert bound(half) <= found.timeline.seconds + 1e-9
+    if proposed.timeline.peak <= budget:
+        assert found.timeline.seconds <= proposed.timeline.seconds
+
+
+@given(halves(gathers=8, reductions=8))
+@settings(max_examples=60, deadline=None)
+def test_tolerance_gives_no_more_time_than_it_says_and_takes_no_more_memory(half: Half) -> None:
+    exact, lean = auto(half), auto(half, tolerance=0.05)
+    assert exact is not None
+    assert lean is not None
+    assert lean.timeline.seconds <= 1.05 * exact.timeline.seconds
+    assert lean.timeline.peak <= exact.timeline.peak
+
+
+NETWORK = Kind("shard", alpha_s=1e-4, s_per_byte=1 / 45e9, issue_s=5e-6, copy_s_per_byte=1e-12)
+
+
+def transformer(layers: int, seconds: float, kind: Kind = NETWORK) -> Half:
+    """The backward graph of blocks of a matmul weight of 100 MB, one of 20 MB and one of 10 kB."""
+    sizes = [10_000, 20_000_000, 100_000_000] * layers
+    count = len(sizes)
+    return Half(
+        tuple(seconds * size / 1.2e8 for size in sizes),
+        (10**9,) * count,
+        (10**9,) * (count + 1),
+        tuple(Gather(f"w{i}", kind, size, i, i) for i, size in enumerate(sizes)),
+        tuple(Reduction(f"w{i}", kind._replace(name="r"), size, i + 1, size // 64) for i, size in enumerate(sizes)),
+    )
+
+
+def test_where_compute_hides_everything_little_is_gathered_ahead() -> None:
+    half = transformer(32, 20e-3)
+    lean = auto(half, tolerance=0.005)
+    assert lean is not None
+    assert lean.timeline.seconds < 1.01 * bound(half)
+    assert lean.timeline.peak < 10**9 + 6 * 1.2e8 + sum(r.result for r in half.reductions)
+
+
+def test_where_every_collective_costs_much_they_are_merged() -> None:
+    half = transformer(32, 5e-3, NETWORK._replace(alpha_s=2e-3))
+    found, alone = auto(half), minimum(half)
+    assert found is not None
+    assert found.timeline.seconds < 0.5 * alone.timeline.seconds
+    for blocks in (1, 2, 4, 8, 16, 32):
+        size = 3 * blocks
+        members = [tuple(range(i, i + size)) for i in range(0, 96, size)]
+        ahead = [Timed(m, max(0, m[0] - size), m[0]) for m in members]
+        behind = [Timed(m, m[-1] + 1, min(96, m[-1] + 1 + size)) for m in members]
+        assert found.timeline.seconds < replay(half, Schedule(tuple(ahead), tuple(behind))).seconds
+
+
+def test_a_budget_between_is_used() -> None:
+    half = transformer(16, 5e-3, NETWORK._replace(alpha_s=1e-3))
+    least, free = minimum(half).timeline, auto(half)
+    assert free is not None
+    previous = least.seconds
+    for part in (0.25, 0.5, 1.0):
+        budget = least.peak + part * (free.timeline.peak - least.peak)
+        found = auto(half, budget)
+        assert found is not None
+        assert found.timeline.peak <= budget
+        assert found.timeline.seconds <= previous
+        previous = found.timeline.seconds
+    assert previous == pytest.approx(free.timeline.seconds, rel=1e-3)
+
+
+def test_greedy_fills_a_bucket_while_it_hides_under_the_step_before() -> None:
+    kind = Kind("shard", alpha_s=1.0, s_per_byte=1.0)
+    gathers = tuple(Gather(f"g{i}", kind, 1, i, i) for i in range(7))
+    half = Half((4.0,) * 7, (0,) * 7, (0,) * 8, gathers, ())
+    # Under the first step, 4 seconds, three of a second and an alpha hide; under theirs, 12 seconds, all others.
+    assert [timed.members for timed in greedy(half).schedule.gathers] == [(0,), (1, 2, 3), (4, 5, 6)]
+    assert [timed[1:3] for timed in greedy(half).schedule.gathers] == [(0, 0), (0, 1), (1, 4)]
+    assert [len(timed.members) for timed in greedy(half, room=4).schedule.gathers] == [1, 2, 2, 2]
+
+
+def test_greedy_counts_the_reduction_that_is_under_way() -> None:
+    kind = Kind("shard", alpha_s=1.0, s_per_byte=1.0)
+    gathers = tuple(Gather(f"g{i}", kind, 1, i, i) for i in range(4))
+    reductions = (Reduction("r", kind, 1, 1),)
+    half = Half((4.0,) * 4, (0,) * 4, (0,) * 5, gathers, reductions)
+    assert [timed.members for timed in greedy(half).schedule.gathers] == [(0,), (1,), (2, 3)]
+
+
+def test_greedy_reduces_a_step_together_and_the_last_one_soon() -> None:
+    kind = Kind("shard", alpha_s=1.0, s_per_byte=0.001)
+    gathers = (Gather("g0", kind, 1, 0, 0), Gather("g1", kind, 1, 3, 3))
+    reductions = tuple(Reduction(f"r{i}", kind, 1, i + 1) for i in range(6))
+    half = Half((10.0, 1.0, 1.0, 4.0, 1.0, 1.0), (0,) * 6, (0,) * 7, gathers, reductions)
+    found = greedy(half).schedule.reductions
+    assert [(timed.members, timed.issue, timed.wait) for timed in found] == [
+        ((0, 1, 2), 3, 4),
+        ((3,), 4, 5),
+        ((4,), 5, 6),
+        ((5,), 6, 6),
+    ]
+
+
+@given(halves(gathers=0, reductions=0))
+@settings(max_examples=5, deadline=None)
+def test_a_graph_without_communication_is_its_compute(half: Half) -> None:
+    assume(half.seconds)
+    found = auto(half)
+    assert found is not None
+    assert found.timeline.seconds == pytest.approx(sum(half.seconds))
+    assert greedy(half).schedule == Schedule((), ())

@@ -1,0 +1,140 @@
+"""Predicted times and memory of schedules, against ones worked out by hand."""
+
+import pytest
+from hypothesis import given, settings
+
+from inductor_passes.order import Bucket
+from inductor_passes.planner import minimum
+from inductor_passes.timeline import Gather, Half, Kind, Reduction, Schedule, Timed, bound, replay, scheduled
+from tests.inductor_passes.chains import halves
+
+SLOW = Kind("shard", alpha_s=1.0, s_per_byte=0.1)
+"""A collective of 10 bytes takes 2 seconds."""
+
+
+def forward(kind: Kind = SLOW) -> Half:
+    """Three steps of 3 seconds; each reads a weight of 10 bytes, and the last the first one too."""
+    gathers = (Gather("a", kind, 10, 0, 2), Gather("b", kind, 10, 1, 1), Gather("c", kind, 10, 2, 3))
+    return Half((3.0, 3.0, 3.0), (100, 200, 300), (50, 60, 70, 80), gathers, ())
+
+
+def backward(kind: Kind = SLOW) -> Half:
+    """Three steps of 3 seconds; each makes a gradient of 10 bytes, whose shard has 1."""
+    reductions = tuple(Reduction(fqn, kind, 10, i + 1, 1) for i, fqn in enumerate("cba"))
+    return Half((3.0, 3.0, 3.0), (0, 0, 0), (0, 0, 0, 0), (), reductions)
+
+
+def test_what_is_awaited_where_it_is_issued_is_exposed() -> None:
+    timeline = minimum(forward()).timeline
+    assert (timeline.seconds, timeline.exposed) == pytest.approx((15.0, 6.0))
+    assert timeline.starts == pytest.approx((2.0, 7.0, 12.0, 15.0))
+    # Weights: a all the time, b in its own step, c in its own and afterwards.
+    assert timeline.memory == (100 + 10, 200 + 20, 300 + 20, 80 + 10)
+    assert timeline.peak == 320
+
+
+def test_a_gather_that_is_issued_ahead_is_hidden_and_takes_memory() -> None:
+    schedule = Schedule((Timed((0,), 0, 0), Timed((1,), 0, 1), Timed((2,), 1, 2)), ())
+    timeline = replay(forward(), schedule)
+    assert (timeline.seconds, timeline.exposed) == pytest.approx((11.0, 2.0))
+    assert timeline.memory == (100 + 20, 200 + 30, 300 + 20, 80 + 10)
+    one, other, _ = timeline.spans
+    assert (one.issued, one.started, one.finished, one.awaited) == pytest.approx((0.0, 0.0, 2.0, 0.0))
+    assert (other.issued, other.started, other.finished, other.awaited) == pytest.approx((0.0, 2.0, 4.0, 5.0))
+
+
+def test_a_bucket_costs_one_alpha_and_a_copy_that_takes_its_bytes_again() -> None:
+    kind = SLOW._replace(copy_s_per_byte=0.01, issue_s=0.5)
+    timeline = replay(forward(kind), Schedule((Timed((0, 1, 2), 0, 0),), ()))
+    # 0.5 to issue, 1 + 30 bytes on the way, 0.3 to unpack, 9 of compute.
+    assert (timeline.seconds, timeline.exposed) == pytest.approx((0.5 + 4.0 + 0.3 + 9.0, 4.0))
+    assert timeline.memory == (max(50 + 60, 100 + 30), 200 + 30, 300 + 20, 80 + 10)
+
+
+def test_collectives_of_one_group_follow_each_other_those_of_two_do_not() -> None:
+    both = Schedule((Timed((0,), 0, 0), Timed((1,), 0, 1), Timed((2,), 0, 2)), ())
+    a, b, c = forward().gathers
+    for other, finished in ((SLOW, [2.0, 4.0, 6.0]), (SLOW._replace(channel="other"), [2.0, 2.0, 4.0])):
+        half = forward()._replace(gathers=(a, b._replace(kind=other), c))
+        assert [span.finished for span in replay(half, both).spans] == pytest.approx(finished)
+
+
+def test_members_of_two_kinds_are_two_collectives() -> None:
+    a, b, c = forward().gathers
+    half = forward()._replace(gathers=(a, b._replace(kind=SLOW._replace(name="bf16")), c))
+    spans = replay(half, Schedule((Timed((0, 1, 2), 0, 0),), ())).spans
+    assert [span.fqns for span in spans] == [("a", "c"), ("b",)]
+
+
+def test_contention_is_paid_by_compute() -> None:
+    timeline = replay(backward(SLOW._replace(contention=0.25)), Schedule((), (Timed((0, 1, 2), 3, 3),)))
+    assert timeline.seconds == pytest.approx(9.0 + 0.25 * 4.0 + 4.0)
+
+
+def test_gradients_take_memory_until_they_are_reduced() -> None:
+    late = replay(backward(), Schedule((), (Timed((0, 1, 2), 3, 3),)))
+    assert late.memory == (10, 20, 30, 30 + 30)  # packing takes as many again; there are 3 of shards only then
+    assert late.seconds == pytest.approx(9.0 + 4.0)
+    soon = replay(backward(), Schedule((), (Timed((0,), 1, 2), Timed((1,), 2, 3), Timed((2,), 3, 3))))
+    assert soon.memory == (10, 10 + 1 + 10, 10 + 2 + 10, 3 + 10)
+    assert soon.seconds == pytest.approx(9.0 + 2.0)
+    at_once = minimum(backward()).timeline
+    assert at_once.memory == (10, 1 + 10, 2 + 10, 3 + 10)
+    assert at_once.exposed == pytest.approx(6.0)
+
+
+def test_an_all_reduce_follows_where_the_schedule_says() -> None:
+    kind = SLOW._replace(then=Kind("replicas", alpha_s=0.5, s_per_byte=0.05))
+    half = backward(kind)
+    spans = replay(half, Schedule((), (Timed((0,), 1, 3, 2), Timed((1, 2), 3, 3, 3)))).spans
+    assert [(span.kind.channel, span.fqns) for span in spans] == [
+        ("shard", ("c",)),
+        ("replicas", ("c",)),
+        ("shard", ("b", "a")),
+        ("replicas", ("b", "a")),
+    ]
+    assert [(span.issued, span.finished) for span in spans] == [
+        pytest.approx((3.0, 5.0)),
+        pytest.approx((6.0, 7.0)),
+        pytest.approx((9.0, 12.0)),
+        pytest.approx((12.0, 13.5)),
+    ]
+
+
+def test_buckets_have_the_slots_in_which_order_puts_them() -> None:
+    half = forward()._replace(reductions=backward().reductions)
+    gathers = [Bucket(("a",), None, "a"), Bucket(("c", "b"), "b", "b", place=1), Bucket(("elsewhere",), None, None)]
+    reductions = [
+        Bucket(("c",), "c", "a"),
+        Bucket(("b",), None, None, place=1),
+        Bucket(("a",), "b", "a", place=2),
+    ]
+    schedule = scheduled(half, gathers, reductions)
+    assert schedule.gathers == (Timed((0,), 0, 0), Timed((2, 1), 1, 1))
+    assert [timed[:3] for timed in schedule.reductions] == [((0,), 1, 3), ((1,), 2, 3), ((2,), 3, 3)]
+
+
+@given(halves(4, 4, channels=2))
+@settings(max_examples=200, deadline=None)
+def test_no_schedule_beats_the_bound(half: Half) -> None:
+    end = len(half.seconds)
+    everything_at_the_start = Schedule(
+        tuple(Timed((i,), 0, gather.use) for i, gather in enumerate(half.gathers)),
+        tuple(Timed((i,), reduction.there, end, end) for i, reduction in enumerate(half.reductions)),
+    )
+    one_bucket = Schedule(
+        (Timed(tuple(range(len(half.gathers))), 0, half.gathers[0].use),) if half.gathers else (),
+        (Timed(tuple(range(len(half.reductions))), end, end, end),) if half.reductions else (),
+    )
+    for schedule in (minimum(half).schedule, everything_at_the_start, one_bucket):
+        assert bound(half) <= replay(half, schedule).seconds + 1e-9
+
+
+def test_the_bound_is_reached_where_nothing_can_be_hidden() -> None:
+    both = forward()._replace(reductions=backward().reductions[2:])
+    assert bound(forward()) == pytest.approx(2.0 + 9.0)
+    assert bound(both) == pytest.approx(2.0 + 9.0 + 2.0)
+    fast = forward(Kind("shard", 0.0, 1e-9))
+    assert bound(fast) == pytest.approx(9.0)
+    slow = forward(Kind("shard", 1.0, 10.0))
+    assert bound(slow) == pytest.approx(1.0 + 300.0 + 3.0)

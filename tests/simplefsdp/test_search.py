@@ -1,0 +1,187 @@
+"""``plan="auto"`` and ``"greedy"``: what they ask of a profile, and what they make of a model."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from inductor_passes.collectives import BUCKET, MARK
+from simplefsdp import BucketPlan, HardwareProfile, manual_plan, simple_fsdp
+from simplefsdp.backend import parse_options
+from simplefsdp.hardware import flat, save
+from simplefsdp.search import parse_bytes
+from tests.graphs import capture
+from tests.models import batch, tiny_llama, train
+from tests.ranks import Ranks, fake_group
+
+ONE = ((1.0, 1e9),)
+PROFILE = HardwareProfile(
+    "test",
+    "made up",
+    matmul={"float32": ONE},
+    attention={"float32": ONE},
+    memory=((1.0, 1e10),),
+    launch_s=1e-6,
+    collective_launch_s=1e-5,
+    contention=0.0,
+    network=flat("test", 8, alpha_s=1e-4, bandwidth_bytes_per_s=1e8),
+)
+"""Of a device on which a collective takes as long as a block of ``tiny_llama``, so that some are merged."""
+
+
+def planned(folder: Path, plan: str = "auto", model: nn.Module | None = None, **options: Any) -> BucketPlan:
+    model = simple_fsdp(tiny_llama() if model is None else model)
+    options |= {"plan": plan, "lower_with": "aot_eager", "report_dir": str(folder), "profile": PROFILE}
+    torch._dynamo.reset()
+    torch.compile(model, backend="simplefsdp", options=options)(*batch(0, 0)).backward()
+    (path,) = folder.glob("*/plan.json")
+    return BucketPlan.load(path)
+
+
+@pytest.mark.usefixtures("one_of_four")
+@pytest.mark.parametrize("name", ["auto", "greedy"])
+def test_each_parameter_is_in_one_bucket(tmp_path: Path, name: str) -> None:
+    found = planned(tmp_path, name)
+    fqns = [fqn for fqn, _ in tiny_llama().named_parameters()]
+    for buckets in (found.forward, found.backward, found.reductions):
+        used = [fqn for bucket in buckets for fqn in bucket.fqns]
+        assert len(used) == len(set(used))
+        assert all(list(bucket.fqns) == sorted(bucket.fqns, key=fqns.index) for bucket in buckets)  # packed as FSDP2
+    assert sorted(fqn for bucket in found.forward for fqn in bucket.fqns) == sorted(fqns)
+    assert sorted(fqn for bucket in found.reductions for fqn in bucket.fqns) == sorted(fqns)
+    assert 1 < len(found.reductions) < len(fqns)
+
+
+def test_all_ranks_plan_the_same_however_uneven_their_shards() -> None:
+    plans = []
+    for rank in (0, 6):
+        with fake_group(7, rank):
+            captured = capture(simple_fsdp(tiny_llama(dim=40)), *batch(0, 0), plan="auto", profile=PROFILE)
+            nodes = [*captured.forward.nodes, *captured.backward.nodes]
+            plans.append([node.meta[BUCKET] for node in nodes if MARK in node.meta])
+    assert len(plans[0]) > 10
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_a_budget_that_cannot_be_met_says_what_can(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"option 'memory_budget'=1000: this step needs at least \d+ bytes") as error:
+        planned(tmp_path / "none", memory_budget=1000)
+    least = int(re.findall(r"at least (\d+)", str(error.value))[0])
+    shards = sum(-(-p.shape[0] // 4) * math.prod(p.shape[1:]) * 12 for p in tiny_llama().parameters())
+    assert f"of which {shards} for shards and the optimizer's state" in str(error.value)
+    tight = planned(tmp_path / "tight", memory_budget=least)
+    assert tight.forward != planned(tmp_path / "free").forward
+    with pytest.raises(Exception, match="needs at least"):
+        planned(tmp_path / "under", memory_budget=least - 1)
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_what_the_plan_depends_on_is_in_the_key_and_compared(tmp_path: Path) -> None:
+    from simplefsdp.backend import passes_for
+
+    model = simple_fsdp(tiny_llama())
+    path = tmp_path / "profile.json"
+    save(PROFILE, path)
+    other = replace(PROFILE, launch_s=2e-6)
+    made = [
+        passes_for(list(model.parameters()), parse_options(options))
+        for options in (
+            {"plan": "auto", "profile": PROFILE},
+            {"plan": "auto", "profile": path},
+            {"plan": "auto", "profile": other},
+            {"plan": "auto", "profile": PROFILE, "memory_budget": "1GiB"},
+            {"plan": "greedy", "profile": PROFILE},
+        )
+    ]
+    keys = [passes.key for passes in made]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 4
+    assert len({passes.about for passes in made}) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"plan": "greedy"}, ValueError, "option 'plan'='greedy': needs option 'profile'"),
+        (
+            {"plan": "auto", "memory_budget": 1},
+            ValueError,
+            "option 'memory_budget': needs plan='auto' or 'greedy', and",
+        ),
+        ({"plan": "block", "memory_budget": 1, "profile": PROFILE}, ValueError, "option 'memory_budget': needs plan="),
+        (
+            {"plan": manual_plan([]), "memory_budget": 1, "profile": PROFILE},
+            ValueError,
+            "option 'memory_budget': needs",
+        ),
+        ({"profile": 3}, TypeError, "option 'profile': expected a HardwareProfile or the path of one, found 3"),
+        ({"profile": PROFILE, "memory_budget": "60 gib b"}, ValueError, "option 'memory_budget': expected bytes, as"),
+        ({"profile": PROFILE, "memory_budget": -1}, ValueError, "option 'memory_budget': expected bytes, as"),
+        ({"profile": PROFILE, "memory_budget": True}, ValueError, "option 'memory_budget': expected bytes, as"),
+        ({"profile": PROFILE, "memory_budget": 1.5}, ValueError, "option 'memory_budget': expected bytes, as"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        parse_options(options)
+
+
+def test_a_profile_that_is_not_there_or_not_valid_is_named(tmp_path: Path) -> None:
+    from simplefsdp.backend import passes_for
+
+    path = tmp_path / "profile.json"
+    with pytest.raises(ValueError, match=r"profile file .*profile\.json: FileNotFoundError"):
+        passes_for([], parse_options({"profile": str(path)}))
+    save(PROFILE, path)
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps(fields | {"launch_s": -1}))
+    with pytest.raises(ValueError, match=r"profile\.json: ValueError: profile test: launch_s: expected a positive"):
+        passes_for([], parse_options({"profile": path}))
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [(7, 7), ("7", 7), ("60GiB", 60 * 2**30), ("1.5 kib", 1536), ("500 MB", 500 * 10**6), ("2B", 2)],
+)
+def test_bytes_are_numbers_with_units(value: Any, nbytes: int) -> None:
+    assert parse_bytes(value) == nbytes
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_hybrid_shards_and_weights_that_are_kept_are_planned_too() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for options in ({"mesh": mesh}, {"reshard_after_forward": False}, {"mesh": mesh, "mode": "replicate"}):
+        model = simple_fsdp(tiny_llama(), **options) if options.get("mode") != "replicate" else None
+        if model is None:
+            model = simple_fsdp(tiny_llama(), init_device_mesh("cpu", (4,)), mode="replicate")
+        captured = capture(model, *batch(0, 0), plan="auto", profile=PROFILE)
+        assert len(captured.backward.nodes) > 100
+
+
+def _same_training(lowering: str, tolerance: float) -> None:
+    found = []
+    for plan in ["none", "auto", *(["greedy"] if lowering == "aot_eager" else [])]:
+        torch.manual_seed(0)
+        model = simple_fsdp(tiny_llama())
+        options: Any = {"plan": plan, "profile": PROFILE, "lower_with": lowering}
+        compiled = torch.compile(model, backend="simplefsdp", options=options)
+        found.append(train(model, compiled, 2, dist.get_rank()))
+        torch._dynamo.reset()
+    for losses, gradients, values in found[1:]:
+        torch.testing.assert_close(losses, found[0][0], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(gradients, found[0][1], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(values, found[0][2], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("lowering", "tolerance"), [("aot_eager", 0.0), ("inductor", 1e-5)])
+def test_training_is_that_without_a_plan(two_ranks: Ranks, lowering: str, tolerance: float) -> None:
+    two_ranks.run(_same_training, lowering, tolerance)
