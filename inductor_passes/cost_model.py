@@ -10,13 +10,13 @@ import operator
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ._compat import group_ranks, hint
@@ -129,15 +129,15 @@ def _flops(node: Node) -> tuple[float, str]:
     """Operations of a matmul, a convolution or attention, and which of the profile's curves they are on."""
     name = node.target._overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
     if "attention" in name:
-        shapes = [tensor.shape for arg in node.args if isinstance(arg, Node) for tensor in _tensors(arg)]
+        shapes = [_shape(tensor) for arg in node.args if isinstance(arg, Node) for tensor in _tensors(arg)]
         if "backward" in name:  # the output's gradient comes first
             return sdpa_backward_flop_count(*shapes[:4]), "attention"
         return sdpa_flop_count(*shapes[:3]), "attention"
     formula = flop_registry.get(getattr(node.target, "_overloadpacket", None))
     if formula is None:
         return 0.0, ""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return formula(*args, **kwargs, out_val=node.meta["val"]), "matmul"
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: tree_map(_shape, n.meta["val"]))
+    return hint(formula(*args, **kwargs, out_val=tree_map(_shape, node.meta["val"]))), "matmul"
 
 
 def _communicates(node: Node) -> bool:
@@ -216,6 +216,11 @@ def _tensors(node: Node) -> list[Tensor]:
     return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
 
 
+def _shape(value: Any) -> Any:
+    """Of a tensor, as far as it is known: what is computed from symbolic sizes would set guards."""
+    return tuple(map(hint, value.shape)) if isinstance(value, Tensor) else value
+
+
 def _nbytes(node: Node) -> int:
     return sum(hint(tensor.numel()) * tensor.element_size() for tensor in _tensors(node))
 
@@ -238,8 +243,8 @@ def half(graph: Graph, profile: Profile, given: Collection[str] = ()) -> Half:
         stored.pop(storage(reduction.input), None)
     memory = alive(compute, stored, cost.runs, lambda node: list(_users(node)))
     position = {node: i for i, node in enumerate(nodes)}
-    outputs = [position[node] for node in graph.output_node().all_input_nodes if node in position]
-    outlives = {fqn for i in outputs for fqn in at.weights[i]}
+    outputs = [node for output in graph.find_nodes(op="output") for node in output.all_input_nodes]  # of an empty graph
+    outlives = {fqn for node in outputs if node in position for fqn in at.weights[position[node]]}
     steps = list(pairwise(marks))
 
     def step_of(index: int) -> int:

@@ -144,10 +144,8 @@ def _candidates(half: Half, budget: float) -> list[Found]:
     """Arrangements within the budget: of all cuts in one way, of the best of them in all ways."""
     whole = sum(member.nbytes for member in (half.gathers or half.reductions))
     spare = min(budget - minimum(half).timeline.peak, whole)
-    ways = [
-        *product(_SPEEDS, (math.inf,)),
-        *((1.0, part / n) for part in dict.fromkeys((whole, spare)) for n in _PARTS),
-    ]
+    ways = [(speed, math.inf) for speed in _SPEEDS]
+    ways += [(1.0, part / n) for part in dict.fromkeys((whole, spare)) for n in _PARTS]
     cuts = [(alone(half.gathers), alone(half.reductions))]
     cuts += [(cut_gathers(half, *way), cut_reductions(half, *way)) for way in ways]
     cuts += [(evenly(half.gathers, parts), evenly(half.reductions, parts)) for parts in _PARTS]

@@ -161,3 +161,12 @@ def test_rows_that_do_not_divide_give_every_rank_the_same() -> None:
             found.append(halves(nn.Linear(6, 5), torch.ones(4, 6)))
         torch.distributed.init_process_group("fake", rank=0, world_size=4)
     assert found[0] == found[1]
+
+
+def test_lengths_that_are_not_fixed_count_as_the_first_and_set_no_guard() -> None:
+    inputs = torch.ones(1, 2, 4, 8, requires_grad=True)
+    fixed = halves(Attends(), inputs)
+    torch._dynamo.mark_dynamic(inputs, 2)  # an error if a guard fixes it
+    found = halves(Attends(), inputs)
+    assert found == fixed
+    assert all(type(number) in (int, float) for half in found for number in (*half.seconds, *half.nbytes))

@@ -167,6 +167,19 @@ def test_hybrid_shards_and_weights_that_are_kept_are_planned_too() -> None:
         assert len(captured.backward.nodes) > 100
 
 
+@pytest.mark.usefixtures("one_of_four")
+@pytest.mark.parametrize("name", ["auto", "greedy"])
+def test_evaluation_has_a_plan_of_its_own(tmp_path: Path, name: str) -> None:
+    model = simple_fsdp(tiny_llama())
+    options: Any = {"plan": name, "profile": PROFILE, "lower_with": "aot_eager", "report_dir": str(tmp_path)}
+    with torch.no_grad():
+        torch.compile(model, backend="simplefsdp", options=options)(*batch(0, 0))
+    (path,) = tmp_path.glob("*/plan.json")
+    found = BucketPlan.load(path)
+    assert sum(len(bucket.fqns) for bucket in found.forward) == len(list(model.parameters()))
+    assert found.backward == found.reductions == ()
+
+
 def _same_training(lowering: str, tolerance: float) -> None:
     found = []
     for plan in ["none", "auto", *(["greedy"] if lowering == "aot_eager" else [])]:
