@@ -6,6 +6,7 @@ fused as Inductor would: neighbours between which there is no matmul are one *re
 from outside of it and writes what is used outside of it. Anything else reads and writes all that it has.
 """
 
+import math
 import operator
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from ._compat import group_ranks, hint
 from .collectives import REDUCE_SCATTER, Collective, gathers, reductions
@@ -128,11 +129,15 @@ def _seconds(node: Node, profile: Profile) -> float:
 def _flops(node: Node) -> tuple[float, str]:
     """Operations of a matmul, a convolution or attention, and which of the profile's curves they are on."""
     name = node.target._overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
-    if "attention" in name:
+    if name.startswith("_scaled_dot_product"):
         shapes = [_shape(tensor) for arg in node.args if isinstance(arg, Node) for tensor in _tensors(arg)]
-        if "backward" in name:  # the output's gradient comes first
-            return sdpa_backward_flop_count(*shapes[:4]), "attention"
-        return sdpa_flop_count(*shapes[:3]), "attention"
+        backward = "backward" in name
+        query, key, value = shapes[1:4] if backward else shapes[:3]  # the output's gradient comes first
+        # Scores and values; backward has the scores once more, and the gradients of all three and of the scores.
+        widths = 3 * query[-1] + 2 * value[-1] if backward else query[-1] + value[-1]
+        return 2.0 * math.prod(query[:-1]) * key[-2] * widths, "attention"
+    if "attention" in name:
+        return 0.0, ""
     formula = flop_registry.get(getattr(node.target, "_overloadpacket", None))
     if formula is None:
         return 0.0, ""
@@ -145,7 +150,7 @@ def _communicates(node: Node) -> bool:
 
 
 def _computes(node: Node) -> bool:
-    return node.op == "call_function" and not _communicates(node) and not _is_view(node)
+    return node.op == "call_function" and bool(_tensors(node)) and not _communicates(node) and not _is_view(node)
 
 
 def _is_view(node: Node) -> bool:
@@ -240,7 +245,9 @@ def half(graph: Graph, profile: Profile, given: Collection[str] = ()) -> Half:
     inputs = {node: _nbytes(node) for node in graph.find_nodes(op="placeholder") if node.name not in given}
     stored = {**inputs, **cost.stored}
     for reduction in reductions(graph):
-        stored.pop(storage(reduction.input), None)
+        source = storage(reduction.input)
+        if source in stored:  # of several results of one operator, the others stay
+            stored[source] = max(0, stored[source] - _nbytes(reduction.input)) if len(_tensors(source)) > 1 else 0
     memory = alive(compute, stored, cost.runs, lambda node: list(_users(node)))
     position = {node: i for i, node in enumerate(nodes)}
     outputs = [node for output in graph.find_nodes(op="output") for node in output.all_input_nodes]  # of an empty graph
@@ -270,7 +277,7 @@ def half(graph: Graph, profile: Profile, given: Collection[str] = ()) -> Half:
         tuple(seconds[end] - seconds[begin] for begin, end in steps),
         tuple(max(memory.during[begin:end]) for begin, end in steps),
         tuple(memory.before[mark] for mark in marks),
-        tuple(sorted(gathered.values(), key=lambda gather: gather.use)),
+        tuple(gathered[fqn] for fqn in sorted(at.use, key=at.use.__getitem__)),
         tuple(sorted(reduced, key=lambda reduction: reduction.there)),
     )
 
@@ -283,7 +290,7 @@ def _reduction_kind(reduction: Collective, profile: Profile) -> Kind:
     kind = "reduce_scatter" if reduction.node.target is REDUCE_SCATTER else "all_reduce"
     then = None
     if reduction.then:
-        ranks = reduction.options[1]
+        ranks = reduction.options[1] if kind == "reduce_scatter" else 1
         then = _kind(profile, "all_reduce", reduction.then.options[-1], ranks, None, "")
     return _kind(profile, kind, reduction.options[-1], 1, then, repr(reduction.reduction_kind()))
 

@@ -126,7 +126,10 @@ def greedy(half: Half, room: float = math.inf) -> Found:
             flushed.append((tuple(pending), reduction.there))
             pending = []
     points = [slot for _, slot in flushed] + [len(half.seconds)] * 2
-    reductions = [Timed(members, slot, points[n + 1], points[n + 1]) for n, (members, slot) in enumerate(flushed)]
+    reductions = [
+        Timed(members, slot, points[n + 1], points[n + 1] if half.followed(members) else -1)
+        for n, (members, slot) in enumerate(flushed)
+    ]
     schedule = Schedule(tuple(gathers), tuple(reductions))
     return Found(schedule, replay(half, schedule))
 
@@ -135,7 +138,7 @@ def minimum(half: Half) -> Found:
     """The schedule that needs the least memory: nothing is merged or issued ahead, and all is awaited at once."""
     schedule = Schedule(
         tuple(Timed((i,), gather.use, gather.use) for i, gather in enumerate(half.gathers)),
-        tuple(Timed((i,), r.there, r.there, r.there) for i, r in enumerate(half.reductions)),
+        tuple(Timed((i,), r.there, r.there, r.there if r.kind.then else -1) for i, r in enumerate(half.reductions)),
     )
     return Found(schedule, replay(half, schedule))
 
@@ -218,7 +221,7 @@ def _awaited_where_another_is_issued(schedule: Schedule, end: int) -> Schedule:
 
     def settled(timed: Timed) -> Timed:
         wait, then = (issues[bisect_left(issues, slot)] for slot in (timed.wait, timed.then))
-        return timed._replace(wait=wait, then=then)
+        return timed._replace(wait=wait, then=timed.then if timed.then < 0 else then)
 
     return schedule._replace(reductions=tuple(map(settled, schedule.reductions)))
 
@@ -236,15 +239,21 @@ def _neighbours(half: Half, schedule: Schedule) -> Iterator[Schedule]:
                 yield Schedule(_put(gathers, i, 1, timed._replace(issue=slot)), reductions)
         for at in range(1, len(timed.members)):
             one, other = timed.members[:at], timed.members[at:]
-            wait = min(half.gathers[k].use for k in other)
-            parts = timed._replace(members=one), Timed(other, timed.issue, wait)
+            parts = (Timed(part, timed.issue, min(half.gathers[k].use for k in part)) for part in (one, other))
             yield Schedule(_put(gathers, i, 1, *parts), reductions)
     for i, (one_bucket, other_bucket) in enumerate(pairwise(gathers)):
-        merged = one_bucket._replace(members=one_bucket.members + other_bucket.members)
+        members = tuple(sorted(one_bucket.members + other_bucket.members))
+        merged = Timed(members, one_bucket.issue, min(one_bucket.wait, other_bucket.wait))
         yield Schedule(_put(gathers, i, 2, merged), reductions)
     for i, timed in enumerate(reductions):
-        first = max(reductions[i - 1].issue if i else 0, *(half.reductions[k].there for k in timed.members))
-        last = min(timed.then, timed.wait, reductions[i + 1].issue if i + 1 < len(reductions) else timed.wait)
+        previous = reductions[i - 1].issue if i else 0
+        first = max(previous, *(half.reductions[k].there for k in timed.members))
+        last = min(timed.wait, reductions[i + 1].issue if i + 1 < len(reductions) else timed.wait)
+        if timed.then >= 0:
+            last = min(last, timed.then)
+            for slot in _beside(issues, timed.then):
+                if timed.issue <= slot <= timed.wait:
+                    yield Schedule(gathers, _put(reductions, i, 1, timed._replace(then=slot)))
         for slot in _beside(gradients, timed.issue):
             if first <= slot <= last:
                 yield Schedule(gathers, _put(reductions, i, 1, timed._replace(issue=slot)))
@@ -253,11 +262,11 @@ def _neighbours(half: Half, schedule: Schedule) -> Iterator[Schedule]:
                 yield Schedule(gathers, _put(reductions, i, 1, timed._replace(wait=slot)))
         for at in range(1, len(timed.members)):
             one, other = timed.members[:at], timed.members[at:]
-            issue = max(half.reductions[k].there for k in one)
-            parts = timed._replace(members=one, issue=issue), timed._replace(members=other)
-            yield Schedule(gathers, _put(reductions, i, 1, *parts))
+            issue = max(previous, *(half.reductions[k].there for k in one))
+            halves = timed._replace(members=one, issue=issue), timed._replace(members=other)
+            yield Schedule(gathers, _put(reductions, i, 1, *halves))
     for i, (one_bucket, other_bucket) in enumerate(pairwise(reductions)):
-        merged = other_bucket._replace(members=one_bucket.members + other_bucket.members)
+        merged = other_bucket._replace(members=tuple(sorted(one_bucket.members + other_bucket.members)))
         yield Schedule(gathers, _put(reductions, i, 2, merged))
 
 
@@ -288,9 +297,8 @@ def named(half: Half, schedule: Schedule, position: Mapping[str, int]) -> tuple[
     reductions = []
     for i, (timed, made) in enumerate(zip(schedule.reductions, reduced, strict=True)):
         _, wait, then = (made[0] if slot == timed.issue else issued.get(slot) for slot in timed[1:])
-        followed = half.reductions[timed.members[0]].kind.then is not None
         packed = tuple(sorted(made, key=position.__getitem__))
-        reductions.append(Bucket(packed, complete[timed.issue], wait, then if followed else None, i))
+        reductions.append(Bucket(packed, complete[timed.issue], wait, then if timed.then >= 0 else None, i))
     return tuple(gathers), tuple(reductions)
 
 
@@ -319,7 +327,8 @@ def _arrange(half: Half, choice: _Choice) -> Found:
             reducing = {n: flights for n, flights in reducing.items() if flights}
             for n in ready:
                 reducing[n] = run.issue_reductions(choice.reductions[n])
-                reductions.append(Timed(choice.reductions[n], slot, end, end))
+                followed = half.followed(choice.reductions[n])
+                reductions.append(Timed(choice.reductions[n], slot, end, end if followed else -1))
         while len(gathers) < len(choice.gathers) and due.now(run, len(gathers), gathering):
             members, use = choice.gathers[len(gathers)], due.uses[len(gathers)]
             gathering.append((use, run.issue_gathers(members)))

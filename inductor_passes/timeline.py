@@ -80,6 +80,10 @@ class Half(NamedTuple):
     reductions: tuple[Reduction, ...]
     """By when they are complete."""
 
+    def followed(self, members: Iterable[int]) -> bool:
+        """Whether any of these reductions is followed by an all-reduce."""
+        return any(self.reductions[i].kind.then for i in members)
+
 
 class Timed(NamedTuple):
     """A bucket with slots for points."""
@@ -89,7 +93,7 @@ class Timed(NamedTuple):
     issue: int
     wait: int
     then: int = -1
-    """Of a reduction that an all-reduce follows: when the one is awaited and the other issued."""
+    """Of a reduction that an all-reduce follows: when the one is awaited and the other issued; else -1."""
 
 
 class Schedule(NamedTuple):
@@ -127,17 +131,6 @@ class Timeline(NamedTuple):
     spans: tuple[Span, ...]
 
 
-class _Flight(NamedTuple):
-    """A collective that is not yet awaited."""
-
-    kind: Kind
-    fqns: tuple[str, ...]
-    nbytes: int
-    issued: float
-    started: float
-    result: int
-
-
 class Flight(NamedTuple):
     """A collective that is not yet awaited."""
 
@@ -171,7 +164,10 @@ class Replay:
             self.last_read[gather.last] += gather.nbytes
         self._made = [0] * (steps + 1)
         for reduction in half.reductions:
-            self._made[max(0, reduction.there - 1)] += reduction.nbytes
+            if reduction.there:
+                self._made[reduction.there - 1] += reduction.nbytes
+            else:  # it is an input of the graph
+                self.alive += reduction.nbytes
 
     def issue_gathers(self, members: Iterable[int]) -> list[Flight]:
         flights = []
@@ -289,7 +285,7 @@ def scheduled(half: Half, gathers: Sequence[Bucket], reductions: Sequence[Bucket
     number = {gather.fqn: i for i, gather in enumerate(half.gathers)}
     found = []
     for bucket in gathers:
-        members = tuple(number[fqn] for fqn in bucket.fqns if fqn in number)
+        members = tuple(sorted(number[fqn] for fqn in bucket.fqns if fqn in number))
         if members:
             wait = min(use[fqn] for fqn in (*bucket.fqns, bucket.wait) if fqn in use)
             issue = min(wait, use[bucket.issue]) if bucket.issue in use else 0
@@ -300,13 +296,18 @@ def scheduled(half: Half, gathers: Sequence[Bucket], reductions: Sequence[Bucket
     issued: dict[str | None, int] = {}
     last = 0
     for bucket in reductions:
-        members = tuple(number[fqn] for fqn in bucket.fqns if fqn in number)
+        members = tuple(sorted(number[fqn] for fqn in bucket.fqns if fqn in number))
         if members:
             last = max(last, *(there[fqn] for fqn in (*bucket.fqns, bucket.issue) if fqn in there))
             issued.update(dict.fromkeys(bucket.fqns, last))
             slots.append((bucket, members))
     reduced = [
-        Timed(members, issued[bucket.fqns[0]], issued.get(bucket.wait, end), issued.get(bucket.then, end))
+        Timed(
+            members,
+            issued[bucket.fqns[0]],
+            issued.get(bucket.wait, end),
+            issued.get(bucket.then, end) if half.followed(members) else -1,
+        )
         for bucket, members in slots
     ]
     return Schedule(tuple(sorted(found, key=lambda timed: timed.issue)), tuple(reduced))

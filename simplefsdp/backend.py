@@ -231,7 +231,8 @@ class Passes:
     groups: tuple[str, ...]
     """Names of all process groups of the parameters."""
     resident: int
-    """Bytes of this model that live from step to step, on the rank that has most: shards and optimizer state."""
+    """Bytes of this graph's parameters that live from step to step, on the rank that has most: shards and optimizer
+    state."""
     key: str
     """For the compile cache: all that the passes depend on, and their own source."""
     report: Report | None
@@ -383,7 +384,8 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
         graph = repr((nodes, shapes_of_inputs, torch.is_grad_enabled()))
         report = Report(hashlib.sha256((key + graph).encode()).hexdigest(), folder)
     groups = dict.fromkeys(group.name for info in found.values() for group in info.communication.groups)
-    resident = sum(resident_bytes(info, example_inputs[index].dtype) for index, info in found.items())
+    values = {index: example_inputs[index] for index in found}
+    resident = sum(resident_bytes(info, values[i].dtype, values[i].requires_grad) for i, info in found.items())
     return Passes(params, request, tuple(buckets), tuple(parameters), about, tuple(groups), resident, key, report)
 
 

@@ -243,7 +243,12 @@ class HardwareProfile:
 
     def __post_init__(self) -> None:
         for name in ("matmul", "attention"):
-            for dtype, curve in getattr(self, name).items():
+            curves = getattr(self, name)
+            if not isinstance(curves, Mapping) or not curves:
+                raise ValueError(
+                    f"profile {self.name}: {name}: expected a curve for each of some dtypes, found {curves!r}"
+                )
+            for dtype, curve in curves.items():
                 if not isinstance(getattr(torch, dtype, None), torch.dtype):
                     raise ValueError(f"profile {self.name}: {name}: no dtype of torch's: {dtype!r}")
                 _check_curve(f"profile {self.name}: {name}[{dtype!r}]", curve)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from inductor_passes.planner import Found, auto, greedy, minimum, named
-from inductor_passes.timeline import Half, scheduled
+from inductor_passes.timeline import Half, bound, scheduled
 
 from .hardware import HardwareProfile
 from .plan import BucketPlan, Uses
@@ -46,7 +46,8 @@ def search(
     """The plan for a forward and a backward graph.
 
     Args:
-        resident: bytes that a step holds all the time, of what is in no graph: shards and the optimizer's state.
+        resident: bytes that a step holds all the time, of what is in no graph: the shards of the parameters that these
+            graphs use, and the optimizer's state.
         block: buckets of the ``block`` plan, which ``auto`` must not be slower than.
 
     Raises:
@@ -74,30 +75,32 @@ def search(
     (forward, _), (backward, reductions) = (
         named(half, best.schedule, position) for half, best in zip(halves, found, strict=True)
     )
-    _say(wanted.name, found, resident)
+    _say(wanted.name, found, resident, sum(map(bound, halves)))
     return BucketPlan(forward, backward, reductions, tuple(kept), parameters)
 
 
-def _say(name: str, found: Sequence[Found], resident: int) -> None:
+def _say(name: str, found: Sequence[Found], resident: int, least: float) -> None:
     seconds, exposed = (sum(getattr(f.timeline, field) for f in found) for field in ("seconds", "exposed"))
     peak = resident + max(f.timeline.peak for f in found)
     log.info(
-        "%s: predicted %.1f ms forward and backward, %.1f of them exposed communication, peak %.2f GiB",
+        "%s: predicted %.1f ms forward and backward, of which %.1f exposed communication, where no schedule takes less "
+        "than %.1f; peak %.2f GiB",
         name,
         1e3 * seconds,
         1e3 * exposed,
+        1e3 * least,
         peak / 2**30,
     )
 
 
-def resident_bytes(param: ShardedParameter, dtype: torch.dtype) -> int:
+def resident_bytes(param: ShardedParameter, dtype: torch.dtype, trained: bool) -> int:
     """Of one parameter, on the rank that has most of it: its shard and the optimizer's state."""
     comm = param.communication
     numel = math.prod(comm.shape)
     if comm.dim is not None and comm.shard_group is not None and numel:
         rows = comm.shape[comm.dim]
         numel = numel // rows * -(-rows // comm.shard_group.ranks)
-    return numel * (dtype.itemsize + _OPTIMIZER_BYTES)
+    return numel * (dtype.itemsize + (_OPTIMIZER_BYTES if trained else 0))
 
 
 def parse_bytes(value: object) -> int:

@@ -110,7 +110,7 @@ def test_buckets_have_the_slots_in_which_order_puts_them() -> None:
         Bucket(("a",), "b", "a", place=2),
     ]
     schedule = scheduled(half, gathers, reductions)
-    assert schedule.gathers == (Timed((0,), 0, 0), Timed((2, 1), 1, 1))
+    assert schedule.gathers == (Timed((0,), 0, 0), Timed((1, 2), 1, 1))
     assert [timed[:3] for timed in schedule.reductions] == [((0,), 1, 3), ((1,), 2, 3), ((2,), 3, 3)]
 
 

@@ -162,6 +162,8 @@ def test_seconds_of_memory_and_collectives() -> None:
         ({"memory": ()}, r"profile mine: memory: expected \(size, rate\) pairs by size, found \(\)"),
         ({"memory": ((2.0, 1.0), (1.0, 1.0))}, "profile mine: memory: expected"),
         ({"memory": ((1.0, 0.0),)}, "profile mine: memory: rate: expected a positive number, found 0.0"),
+        ({"matmul": {}}, "profile mine: matmul: expected a curve for each of some dtypes, found {}"),
+        ({"attention": 3}, "profile mine: attention: expected a curve for each of some dtypes, found 3"),
         ({"matmul": {"bf16": ((1.0, 1.0),)}}, "profile mine: matmul: no dtype of torch's: 'bf16'"),
         ({"attention": {"float32": ((0, 1.0),)}}, r"profile mine: attention\['float32'\]: size: expected a positive"),
     ],

@@ -17,7 +17,7 @@ from inductor_passes.collectives import BUCKET, MARK
 from simplefsdp import BucketPlan, HardwareProfile, manual_plan, simple_fsdp
 from simplefsdp.backend import parse_options
 from simplefsdp.hardware import flat, save
-from simplefsdp.search import parse_bytes
+from simplefsdp.search import parse_bytes, resident_bytes
 from tests.graphs import capture
 from tests.models import batch, tiny_llama, train
 from tests.ranks import Ranks, fake_group
@@ -178,6 +178,41 @@ def test_evaluation_has_a_plan_of_its_own(tmp_path: Path, name: str) -> None:
     found = BucketPlan.load(path)
     assert sum(len(bucket.fqns) for bucket in found.forward) == len(list(model.parameters()))
     assert found.backward == found.reductions == ()
+
+
+class Scaled(nn.Module):
+    """A weight and a bias that one operator reads, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.scale * x).sum()
+
+
+@pytest.mark.usefixtures("one_of_four")
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_a_saved_plan_is_accepted_again(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    options: Any = {"plan": "auto", "profile": PROFILE, "lower_with": "aot_eager", "report_dir": str(tmp_path)}
+    for plan in ("auto", "saved"):
+        model = simple_fsdp(Scaled(), mesh)
+        if plan == "saved":
+            (path,) = tmp_path.glob("*/plan.json")
+            options = {"plan": BucketPlan.load(path), "lower_with": "aot_eager"}
+        torch._dynamo.reset()
+        torch.compile(model, backend="simplefsdp", options=options)(torch.ones(2, 8)).backward()
+        assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_what_is_not_trained_has_no_optimizer_state() -> None:
+    weight = next(simple_fsdp(nn.Linear(6, 10, bias=False)).parameters())
+    info = weight.simple_fsdp_info
+    assert resident_bytes(info, torch.float32, trained=True) == 3 * 6 * (4 + 8)
+    assert resident_bytes(info, torch.bfloat16, trained=False) == 3 * 6 * 2
 
 
 def _same_training(lowering: str, tolerance: float) -> None:
