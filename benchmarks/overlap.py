@@ -36,8 +36,9 @@ from benchmarks.baselines import baselines
 from simplefsdp import llama, rehearsal
 from simplefsdp.calibrate import kept
 from simplefsdp.hardware import Network, network
-from simplefsdp.rehearsal.systems import SEARCHED, SYSTEMS, Parallelism, System
+from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism, System
 from simplefsdp.rehearsal.trial import Trial, Workload, fresh_compile_cache, measure
+from simplefsdp.search import SEARCHED
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "block"

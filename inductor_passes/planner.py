@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from .cuts import Cuts, alone, cut_gathers, cut_reductions, evenly
 from .order import Bucket
-from .timeline import Flight, Half, Kind, Replay, Schedule, Timed, Timeline, replay
+from .timeline import Half, Kind, Replay, Schedule, Span, Timed, Timeline, replay
 
 _SPEEDS = (1.0, 3.0)
 """How much slower communication is taken for when cutting: it shares its channel, and may be late."""
@@ -65,9 +65,12 @@ def auto(
     Never slower than any of ``proposals`` that is within the budget. ``tolerance``: of the predicted time, what may be
     given away for a lower peak.
     """
-    given = [minimum(half), *(Found(schedule, replay(half, schedule)) for schedule in proposals)]
+    least = minimum(half)
+    given = [least, *(Found(schedule, replay(half, schedule)) for schedule in proposals)]
     given = [found for found in given if found.timeline.peak <= budget]
-    candidates = sorted([*given, *_candidates(half, budget)], key=lambda found: found.timeline.seconds)
+    candidates = sorted(
+        [*given, *_candidates(half, budget, least.timeline.peak)], key=lambda found: found.timeline.seconds
+    )
     if not candidates:
         return None
 
@@ -143,10 +146,13 @@ def minimum(half: Half) -> Found:
     return Found(schedule, replay(half, schedule))
 
 
-def _candidates(half: Half, budget: float) -> list[Found]:
-    """Arrangements within the budget: of all cuts in one way, of the best of them in all ways."""
+def _candidates(half: Half, budget: float, least: int) -> list[Found]:
+    """Arrangements within the budget: of all cuts in one way, of the best of them in all ways.
+
+    ``least``: the lowest peak there is.
+    """
     whole = sum(member.nbytes for member in (half.gathers or half.reductions))
-    spare = min(budget - minimum(half).timeline.peak, whole)
+    spare = min(budget - least, whole)
     ways = [(speed, math.inf) for speed in _SPEEDS]
     ways += [(1.0, part / n) for part in dict.fromkeys((whole, spare)) for n in _PARTS]
     cuts = [(alone(half.gathers), alone(half.reductions))]
@@ -311,8 +317,8 @@ def _arrange(half: Half, choice: _Choice) -> Found:
     run = Replay(half)
     gathers: list[Timed] = []
     reductions: list[Timed] = []
-    gathering: deque[tuple[int, list[Flight]]] = deque()
-    reducing: dict[int, list[Flight]] = {}
+    gathering: deque[tuple[int, list[Span]]] = deque()
+    reducing: dict[int, list[Span]] = {}
     while run.slot <= end:
         slot = run.slot
         ready = range(len(reductions), bisect_right(complete, slot))
@@ -341,7 +347,7 @@ def _arrange(half: Half, choice: _Choice) -> Found:
     return Found(schedule, replay(half, schedule))
 
 
-def _after_waits(run: Replay, gathering: Iterable[tuple[int, list[Flight]]]) -> float:
+def _after_waits(run: Replay, gathering: Iterable[tuple[int, list[Span]]]) -> float:
     """When the step begins that the slot precedes in which ``run`` is."""
     clock = run.clock
     for use, flights in gathering:
@@ -376,7 +382,7 @@ class _Due:
             margin = choice.margin * cost if cost else 0.0
             self._latest[k] = min(self._at[self.uses[k]], self._latest[k + 1]) - cost - margin
 
-    def now(self, run: Replay, k: int, gathering: Iterable[tuple[int, list[Flight]]]) -> bool:
+    def now(self, run: Replay, k: int, gathering: Iterable[tuple[int, list[Span]]]) -> bool:
         """Whether gather ``k`` is issued in the slot that ``run`` has come to, those of ``gathering`` being awaited."""
         clock = _after_waits(run, gathering)
         if self.uses[k] <= run.slot:
@@ -387,7 +393,7 @@ class _Due:
             return False  # the channel has enough to do until the next slot
         return self._room == math.inf or self._most(run, k, gathering) <= self._room
 
-    def _most(self, run: Replay, k: int, gathering: Iterable[tuple[int, list[Flight]]]) -> int:
+    def _most(self, run: Replay, k: int, gathering: Iterable[tuple[int, list[Span]]]) -> int:
         """Bytes in use until gather ``k`` is, if it is issued now and gradients stay no longer than they do by now."""
         half, use = self._half, self.uses[k]
         alive, most = run.alive + self._nbytes[k], 0

@@ -112,8 +112,8 @@ class Span(NamedTuple):
     issued: float
     started: float
     finished: float
-    awaited: float
-    """When the wait for it began; it ended then, or when the collective had finished."""
+    awaited: float = math.inf
+    """When the wait for it began, which ended then, or when the collective had finished; infinite: not yet."""
 
 
 class Timeline(NamedTuple):
@@ -129,17 +129,6 @@ class Timeline(NamedTuple):
     memory: tuple[int, ...]
     """Most bytes in use in each slot and step."""
     spans: tuple[Span, ...]
-
-
-class Flight(NamedTuple):
-    """A collective that is not yet awaited."""
-
-    kind: Kind
-    fqns: tuple[str, ...]
-    nbytes: int
-    issued: float
-    started: float
-    finished: float
 
 
 class Replay:
@@ -169,7 +158,7 @@ class Replay:
             else:  # it is an input of the graph
                 self.alive += reduction.nbytes
 
-    def issue_gathers(self, members: Iterable[int]) -> list[Flight]:
+    def issue_gathers(self, members: Iterable[int]) -> list[Span]:
         flights = []
         for kind, alike in _by_kind(self.half.gathers[i] for i in members).items():
             nbytes = sum(gather.nbytes for gather in alike)
@@ -177,7 +166,7 @@ class Replay:
             flights.append(self._issue(kind, tuple(gather.fqn for gather in alike), nbytes))
         return flights
 
-    def issue_reductions(self, members: Iterable[int]) -> list[Flight]:
+    def issue_reductions(self, members: Iterable[int]) -> list[Span]:
         flights = []
         for kind, alike in _by_kind(self.half.reductions[i] for i in members).items():
             nbytes = sum(reduction.nbytes for reduction in alike)
@@ -187,12 +176,12 @@ class Replay:
             flights.append(self._issue(kind, tuple(reduction.fqn for reduction in alike), nbytes))
         return flights
 
-    def await_gather(self, flight: Flight) -> None:
+    def await_gather(self, flight: Span) -> None:
         self._wait(flight)
         if len(flight.fqns) > 1:
             self._copy(flight.kind, flight.nbytes)
 
-    def await_reduction(self, flight: Flight) -> Flight | None:
+    def await_reduction(self, flight: Span) -> Span | None:
         """The all-reduce that follows is issued and returned, if there is one."""
         self._wait(flight)
         if flight.kind.then is not None:
@@ -217,14 +206,14 @@ class Replay:
         memory = tuple(self._memory)
         return Timeline(self.clock, self.exposed, max(memory), tuple(self._starts), memory, tuple(self._spans))
 
-    def _issue(self, kind: Kind, fqns: tuple[str, ...], nbytes: int) -> Flight:
+    def _issue(self, kind: Kind, fqns: tuple[str, ...], nbytes: int) -> Span:
         self.clock += kind.issue_s + kind.contention * kind.seconds(nbytes)
         started = max(self.clock, self.free.get(kind.channel, 0.0))
         finished = self.free[kind.channel] = started + kind.seconds(nbytes)
-        return Flight(kind, fqns, nbytes, self.clock, started, finished)
+        return Span(kind, fqns, nbytes, self.clock, started, finished)
 
-    def _wait(self, flight: Flight) -> None:
-        self._spans.append(Span(*flight, self.clock))
+    def _wait(self, flight: Span) -> None:
+        self._spans.append(flight._replace(awaited=self.clock))
         self.exposed += max(0.0, flight.finished - self.clock)
         self.clock = max(self.clock, flight.finished)
 
@@ -252,8 +241,8 @@ def replay(half: Half, schedule: Schedule) -> Timeline:
     run = Replay(half)
     end = len(half.seconds)
     gathers, reductions = list(schedule.gathers[::-1]), list(schedule.reductions[::-1])
-    gathering: list[list[Flight]] = [[] for _ in range(end + 1)]
-    reducing: list[list[tuple[Timed, Flight]]] = [[] for _ in range(end + 1)]
+    gathering: list[list[Span]] = [[] for _ in range(end + 1)]
+    reducing: list[list[tuple[Timed, Span]]] = [[] for _ in range(end + 1)]
     """By the slot in which they are awaited."""
 
     def reduce_what_is_due() -> None:

@@ -52,7 +52,7 @@ from ._messages import unknown
 from .hardware import HardwareProfile, load_profile
 from .plan import BucketPlan, Uses
 from .recompute import CHANGED_WHILE_WHOLE
-from .search import Search, parse_bytes, resident_bytes, search
+from .search import SEARCHED, Search, parse_bytes, resident_bytes, search
 from .sharding import ShardedModel, ShardedParameter, unshard
 from .wrap import BLOCK, Buckets, Request, resolve
 
@@ -134,7 +134,7 @@ def _check_search(options: Options) -> None:
         raise ValueError("option 'plan'='greedy': needs option 'profile'")
     if options.memory_budget is not None:
         parse_bytes(options.memory_budget)
-        if options.plan not in ("auto", "greedy") or profile is None:
+        if options.plan not in SEARCHED or profile is None:
             raise ValueError("option 'memory_budget': needs plan='auto' or 'greedy', and option 'profile'")
 
 
@@ -144,7 +144,7 @@ def _requested(options: Options) -> Request | Search | BucketPlan | None:
         return plan
     if plan == "none":
         return None
-    if plan in ("auto", "greedy") and profile is not None:
+    if plan in SEARCHED and profile is not None:
         loaded = profile if isinstance(profile, HardwareProfile) else load_profile(profile)
         return Search(str(plan), loaded, None if budget is None else parse_bytes(budget))
     if plan in _PLANS:

@@ -21,9 +21,6 @@ _c10d = torch.ops._c10d_functional
 _REPEATS = 5
 _COLD_BYTES = 64 << 20
 """Operands are taken in turn from so many bytes: in a step they were last touched a while ago."""
-_OF_A_COLLECTIVE = 60e-6
-"""Seconds of compute that a collective takes on CPU, where a process group keeps it from being measured: that of a
-rehearsal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +79,8 @@ def _kept_at(device: torch.device) -> Path:
 def calibrate(device: torch.device, network: Network) -> HardwareProfile:
     """The profile of ``device``, with as many threads as torch uses now; it takes about half a minute.
 
-    The network is as given, its collectives are not measured.
+    The network is as given, its collectives are not measured. There must be no process group yet: what issuing a
+    collective costs is measured in a rehearsal.
     """
     dtypes = [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float32]
     call = _call_s(device)
@@ -215,8 +213,6 @@ def _rate(size: float, seconds: float, launch: float, calls: int = 1) -> tuple[f
 
 def _collective_launch_s() -> float:
     """Of issuing and awaiting a collective whose communication costs nothing."""
-    if torch.distributed.is_initialized():
-        return _OF_A_COLLECTIVE
     shard = torch.ones(64)
     with rehearsal.world(2, None):
         group = torch.distributed.distributed_c10d._get_default_group().group_name

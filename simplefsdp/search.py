@@ -17,6 +17,9 @@ from .wrap import BLOCK, Buckets, resolve
 
 log = logging.getLogger("simplefsdp")
 
+SEARCHED = frozenset({"auto", "greedy"})
+"""Names of plans that need a profile."""
+
 _TOLERANCE = 0.005
 """Of the predicted time, what ``auto`` gives for less memory where no budget is set: less than predictions err by."""
 _OPTIMIZER_BYTES = 8
@@ -56,14 +59,15 @@ def search(
     position = {fqn: i for i, (fqn, _) in enumerate(parameters)}
     known = resolve(BLOCK.prefetch, block, uses, parameters, kept)
     room = math.inf if wanted.budget is None else wanted.budget - resident
-    least = max(minimum(half).timeline.peak for half in halves)
+    minima = [minimum(half) for half in halves]
+    least = max(found.timeline.peak for found in minima)
     if least > room:
         raise ValueError(
             f"option 'memory_budget'={wanted.budget}: this step needs at least {least + resident} bytes, of which "
             f"{resident} for shards and the optimizer's state"
         )
     found = []
-    for half, gathers in zip(halves, (known.forward, known.backward), strict=True):
+    for half, gathers, lowest in zip(halves, (known.forward, known.backward), minima, strict=True):
         by_rule = greedy(half, room)
         if wanted.name == "auto":
             proposals = [scheduled(half, gathers, known.reductions), by_rule.schedule]
@@ -71,7 +75,7 @@ def search(
             assert best is not None
             found.append(best)
         else:
-            found.append(by_rule if by_rule.timeline.peak <= room else minimum(half))
+            found.append(by_rule if by_rule.timeline.peak <= room else lowest)
     (forward, _), (backward, reductions) = (
         named(half, best.schedule, position) for half, best in zip(halves, found, strict=True)
     )

@@ -20,9 +20,10 @@ from tqdm import tqdm
 from .. import llama
 from .._messages import unknown
 from ..calibrate import kept
-from ..hardware import NETWORKS, Network, flat, network
+from ..hardware import NETWORKS, HardwareProfile, Network, flat, network
+from ..search import SEARCHED
 from .group import world
-from .systems import SEARCHED, SYSTEMS, Parallelism
+from .systems import SYSTEMS, Parallelism
 from .trial import Result, Trial, Workload, free_bytes, measure, needed_bytes
 
 MODELS = {f"llama3-{name.lower()}": name for name in llama.CONFIGS}
@@ -69,8 +70,9 @@ def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     torch._dynamo.config.recompile_limit = 64  # every system compiles the same forward
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    profile = None if SEARCHED.isdisjoint(names) else kept(torch.device(args.device), chosen)
     with world(args.ranks, chosen, rank=args.rank, multiprocessors=args.multiprocessors) as here:
-        workload = _workload(args, build, chosen, searches=not SEARCHED.isdisjoint(names))
+        workload = _workload(args, build, chosen, profile)
         for name in names if not args.anyway else ():
             _check_that_it_fits(name, workload)
         results, failed = [], {}
@@ -186,7 +188,9 @@ def _model(args: argparse.Namespace) -> Callable[[], nn.Module]:
     return factory
 
 
-def _workload(args: argparse.Namespace, build: Callable[[], nn.Module], chosen: Network, searches: bool) -> Workload:
+def _workload(
+    args: argparse.Namespace, build: Callable[[], nn.Module], chosen: Network, profile: HardwareProfile | None
+) -> Workload:
     shape: tuple[int, ...] = (args.ranks,)
     names: tuple[str, ...] = ("shard",)
     if args.hybrid:
@@ -203,7 +207,6 @@ def _workload(args: argparse.Namespace, build: Callable[[], nn.Module], chosen: 
     if vocab_size is None:
         raise ValueError(f"--model {args.model}: its config has no vocab_size, so nothing is known about its tokens")
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
-    profile = kept(device, chosen) if searches else None
     parallelism = Parallelism(mesh, policy, not args.keep_unsharded, profile)
     return Workload(build, args.batch, args.seq, vocab_size, device, parallelism)
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..api import simple_fsdp
 from ..hardware import HardwareProfile
+from ..search import SEARCHED
 from ..wrap import block_buckets, block_of, blocks
 
 
@@ -36,10 +37,6 @@ class System(NamedTuple):
     """Whether parameters become shards; if so, ``wrap`` is called while they are on the meta device."""
     own_streams: bool = False
     """Whether, on CUDA, it is streams of its own that wait for collectives: the record does not show compute then."""
-
-
-SEARCHED = frozenset({"auto", "greedy"})
-"""Plans that need a profile."""
 
 
 def ours(plan: Any = "block", inductor: Mapping[str, Any] | None = None) -> System:
