@@ -19,6 +19,7 @@ is then awaited in time, whatever the plan says. What cannot be put into its slo
 import heapq
 import operator
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Literal, NamedTuple, cast
 
 from torch.fx import Graph, Node
@@ -78,8 +79,10 @@ class PlanError(RuntimeError):
     """The plan cannot be carried out on this graph."""
 
 
-# Within a slot: reductions are awaited before anything is issued, gathers when all that is due has been issued.
-_REDUCED, _ALL_REDUCE, _REDUCTION, _GATHER, _GATHERED, _COMPUTE = range(6)
+# Within a slot: what an all-reduce is to follow is awaited and handed on before anything else is awaited, reductions
+# are awaited before others are issued, gathers when all that is due has been issued. What is due of a reduction in the
+# slot in which it is issued comes right behind it.
+_ALL_REDUCE, _REDUCED, _REDUCTION, _GATHER, _GATHERED, _COMPUTE = range(6)
 
 
 def order(items: Sequence[Item]) -> list[int]:
@@ -205,54 +208,54 @@ def places(items: Sequence[Item]) -> Places:
     return Places(main, copy_in, copy_out, use, last_use, gradient, weights)
 
 
-def _place(item: Item) -> int:
-    return item.bucket.place if item.bucket else 0
+_Key = tuple[int, int, int, int]
+"""Slot, phase, place of the bucket, and the stage of a reduction in its own slot: issued, handed on, awaited."""
 
 
-def _keys(items: Sequence[Item]) -> list[tuple[int, int, int]]:
-    """Slot, phase and place of each."""
+def _keys(items: Sequence[Item]) -> list[_Key]:
     at = places(items)
     end = len(at.main)
     users = _users(items)
     issued: dict[str | None, int] = {}
     last = 0
-    for item in sorted((i for i in items if i.kind == "reduction" and not i.follows and i.bucket), key=_place):
-        assert item.bucket is not None
-        points = [at.gradient[fqn] for fqn in (*item.fqns, item.bucket.issue) if fqn in at.gradient]
-        last = max(last, *points)
-        issued.update(dict.fromkeys(item.fqns, last))
+    buckets = dict.fromkeys(item.bucket for item in items if item.kind == "reduction" and item.bucket)
+    for bucket in sorted(buckets, key=attrgetter("place")):
+        last = max([last, *(at.gradient[fqn] for fqn in (*bucket.fqns, bucket.issue) if fqn in at.gradient)])
+        issued.update(dict.fromkeys(bucket.fqns, last))
 
-    def used(item: Item, *points: str | None) -> int:
-        """The first use of any of the points, but not after any of the item's own."""
-        return min(at.use[fqn] for fqn in (*item.fqns, *points) if fqn in at.use)
+    def used(bucket: Bucket, *points: str | None) -> int:
+        """The first use of any of the points, but not after any of the bucket's own."""
+        return min(at.use[fqn] for fqn in (*bucket.fqns, *points) if fqn in at.use)
 
-    def reduced(item: Item, *points: str | None) -> int:
-        return max(issued[item.fqns[0]], *(issued.get(point, end) for point in points))
+    def reduced(item: Item, bucket: Bucket, phase: int, *points: str | None) -> _Key:
+        """The end comes after all that is issued in the last slot."""
+        issue = issued[item.fqns[0]]
+        slot = max(issue, *(issued.get(point, end + 1) for point in points))
+        return (slot, phase, bucket.place, 0) if slot > issue else (slot, _REDUCTION, bucket.place, 1 + phase)
 
-    def key(item: Item, bucket: Bucket) -> tuple[int, int, int]:
+    def key(item: Item, bucket: Bucket) -> _Key:
         if item.kind == "gather":
-            return (used(item, bucket.issue) if bucket.issue in at.use else 0), _GATHER, bucket.place
+            return (used(bucket, bucket.issue) if bucket.issue in at.use else 0), _GATHER, bucket.place, 0
         if item.kind == "gathered":
-            return used(item, bucket.wait), _GATHERED, bucket.place
+            return used(bucket, bucket.wait), _GATHERED, bucket.place, 0
+        if item.followed or (item.follows and item.kind == "reduction"):
+            return reduced(item, bucket, _ALL_REDUCE, bucket.then)
         if item.kind == "reduced":
-            points = [bucket.then] if item.followed else [bucket.then, bucket.wait] if item.follows else [bucket.wait]
-            return reduced(item, *points), _REDUCED, bucket.place
-        if item.follows:
-            return reduced(item, bucket.then), _ALL_REDUCE, bucket.place
-        return issued[item.fqns[0]], _REDUCTION, bucket.place
+            return reduced(item, bucket, _REDUCED, *([bucket.then] if item.follows else []), bucket.wait)
+        return issued[item.fqns[0]], _REDUCTION, bucket.place, 0
 
-    keys = [(at.main.get(i, end), _COMPUTE, 0) for i in range(len(items))]
+    keys = [(at.main.get(i, end), _COMPUTE, 0, 0) for i in range(len(items))]
     for i, item in enumerate(items):
         if item.bucket is not None:
             keys[i] = key(item, item.bucket)
         elif i in at.copy_out:
-            waits = [keys[n] for n in item.needs if keys[n][1] == _REDUCED]
-            keys[i] = max(waits) if waits else (end, _GATHERED, 0)
+            waits = [keys[n] for n in item.needs if keys[n][1] != _GATHERED]
+            keys[i] = max(waits) if waits else (end, _GATHERED, 0, 0)
     for i in reversed(range(len(items))):
         if i in at.copy_in:
             keys[i] = min(keys[user] for user in users[i])
         elif i in at.copy_out and keys[i][1] == _GATHERED:
-            keys[i] = min([end, *(keys[user][0] for user in users[i])]), _GATHERED, keys[i][2]
+            keys[i] = min([end, *(keys[user][0] for user in users[i])]), _GATHERED, 0, 0
     return keys
 
 

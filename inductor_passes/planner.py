@@ -128,7 +128,7 @@ def greedy(half: Half, room: float = math.inf) -> Found:
         if bisect_left(starts, following) > step or 5 * seconds > at[-1] - at[reduction.there]:
             flushed.append((tuple(pending), reduction.there))
             pending = []
-    points = [slot for _, slot in flushed] + [len(half.seconds)] * 2
+    points = [slot for _, slot in flushed] + [len(half.seconds) + 1]
     reductions = [
         Timed(members, slot, points[n + 1], points[n + 1] if half.followed(members) else -1)
         for n, (members, slot) in enumerate(flushed)
@@ -223,7 +223,7 @@ def _descend(half: Half, best: Found, rank: _Rank, work: int) -> tuple[Found, in
 
 def _awaited_where_another_is_issued(schedule: Schedule, end: int) -> Schedule:
     """The same, but for points that no plan can name, which move to the next that one can."""
-    issues = sorted({end, *(timed.issue for timed in schedule.reductions)})
+    issues = sorted({end + 1, *(timed.issue for timed in schedule.reductions)})
 
     def settled(timed: Timed) -> Timed:
         wait, then = (issues[bisect_left(issues, slot)] for slot in (timed.wait, timed.then))
@@ -236,7 +236,7 @@ def _neighbours(half: Half, schedule: Schedule) -> Iterator[Schedule]:
     gathers, reductions = schedule
     uses = sorted({0, *(gather.use for gather in half.gathers)})
     gradients = sorted({reduction.there for reduction in half.reductions})
-    issues = sorted({len(half.seconds), *(timed.issue for timed in reductions)})
+    issues = sorted({len(half.seconds) + 1, *(timed.issue for timed in reductions)})
     for i, timed in enumerate(gathers):
         first = gathers[i - 1].issue if i else 0
         last = gathers[i + 1].issue if i + 1 < len(gathers) else timed.wait
@@ -254,25 +254,30 @@ def _neighbours(half: Half, schedule: Schedule) -> Iterator[Schedule]:
     for i, timed in enumerate(reductions):
         previous = reductions[i - 1].issue if i else 0
         first = max(previous, *(half.reductions[k].there for k in timed.members))
-        last = min(timed.wait, reductions[i + 1].issue if i + 1 < len(reductions) else timed.wait)
+        last = reductions[i + 1].issue if i + 1 < len(reductions) else len(half.seconds)
         if timed.then >= 0:
-            last = min(last, timed.then)
             for slot in _beside(issues, timed.then):
                 if timed.issue <= slot <= timed.wait:
                     yield Schedule(gathers, _put(reductions, i, 1, timed._replace(then=slot)))
         for slot in _beside(gradients, timed.issue):
             if first <= slot <= last:
-                yield Schedule(gathers, _put(reductions, i, 1, timed._replace(issue=slot)))
+                then = max(timed.then, slot) if timed.then >= 0 else -1
+                moved = Timed(timed.members, slot, max(timed.wait, slot), then)
+                yield Schedule(gathers, _put(reductions, i, 1, moved))
         for slot in _beside(issues, timed.wait):
             if slot >= max(timed.issue, timed.then):
                 yield Schedule(gathers, _put(reductions, i, 1, timed._replace(wait=slot)))
         for at in range(1, len(timed.members)):
             one, other = timed.members[:at], timed.members[at:]
             issue = max(previous, *(half.reductions[k].there for k in one))
-            halves = timed._replace(members=one, issue=issue), timed._replace(members=other)
-            yield Schedule(gathers, _put(reductions, i, 1, *halves))
+            split = [timed._replace(members=one, issue=issue), timed._replace(members=other)]
+            split = [part if half.followed(part.members) else part._replace(then=-1) for part in split]
+            yield Schedule(gathers, _put(reductions, i, 1, *split))
     for i, (one_bucket, other_bucket) in enumerate(pairwise(reductions)):
-        merged = other_bucket._replace(members=tuple(sorted(one_bucket.members + other_bucket.members)))
+        members = tuple(sorted(one_bucket.members + other_bucket.members))
+        then = max(one_bucket.then, other_bucket.then)
+        then = then if then < 0 else max(then, other_bucket.issue)
+        merged = Timed(members, other_bucket.issue, max(other_bucket.wait, then), then)
         yield Schedule(gathers, _put(reductions, i, 2, merged))
 
 
@@ -324,17 +329,21 @@ def _arrange(half: Half, choice: _Choice) -> Found:
         ready = range(len(reductions), bisect_right(complete, slot))
         held = choice.gathers_first and slot < gradients[-1] and due.late(run, len(gathers), run.clock)
         if ready and _in(gradients, slot) and not held:
-            for n, flights in list(reducing.items()):
-                if max(flight.finished for flight in flights) > run.clock and run.alive <= choice.room:
-                    break
-                reducing[n] = [following for f in flights if (following := run.await_reduction(f))]
-                earlier = reductions[n]
-                reductions[n] = earlier._replace(then=slot) if reducing[n] else earlier._replace(wait=slot)
-            reducing = {n: flights for n, flights in reducing.items() if flights}
             for n in ready:
+                for earlier, flights in list(reducing.items()):
+                    if max(flight.finished for flight in flights) > run.clock and run.alive <= choice.room:
+                        break
+                    following = [f for flight in flights if (f := run.await_reduction(flight))]
+                    timed = reductions[earlier]
+                    if following:
+                        reducing[earlier] = following
+                        reductions[earlier] = timed._replace(then=slot)
+                    else:
+                        del reducing[earlier]
+                        reductions[earlier] = timed._replace(wait=slot)
                 reducing[n] = run.issue_reductions(choice.reductions[n])
                 followed = half.followed(choice.reductions[n])
-                reductions.append(Timed(choice.reductions[n], slot, end, end if followed else -1))
+                reductions.append(Timed(choice.reductions[n], slot, end + 1, end + 1 if followed else -1))
         while len(gathers) < len(choice.gathers) and due.now(run, len(gathers), gathering):
             members, use = choice.gathers[len(gathers)], due.uses[len(gathers)]
             gathering.append((use, run.issue_gathers(members)))

@@ -2,11 +2,13 @@
 
 ::
 
-    slot 0                 slot 1                 slot 2                                     the end
-    issue, await | step 0  issue, await | step 1  issue, await | step 2 ...                  await
+    slot 0                 slot 1                 slot 2                     slot n          the end
+    issue, await | step 0  issue, await | step 1  issue, await | step 2 ...  issue, await |  await
 
-Compute is a chain of steps that nobody reorders. In the slot before each, collectives are issued and awaited, as
-``order.py`` does it. Collectives of one process group run one after the other, in the order in which they are issued.
+Compute is a chain of steps that nobody reorders. In the slot before each and behind the last, collectives are issued
+and awaited as ``order.py`` does it: what is due from earlier slots, then the reductions that are issued here, each with
+what is due of it at once, then gathers. Reductions that name no point are awaited at the end, behind all slots.
+Collectives of one process group run one after the other, in the order in which they are issued.
 A gather's memory is in use from its issue until the last step that reads the weight, a reduction's from the step that
 makes the gradient until the reduction is awaited. A bucket of several members is packed or unpacked by copies, which
 take compute time and, while they run, as many bytes again.
@@ -16,6 +18,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from .order import Bucket
@@ -92,6 +95,7 @@ class Timed(NamedTuple):
     """Positions in ``Half.gathers`` or ``Half.reductions``."""
     issue: int
     wait: int
+    """Of a reduction, one more than the last slot stands for the end."""
     then: int = -1
     """Of a reduction that an all-reduce follows: when the one is awaited and the other issued; else -1."""
 
@@ -242,29 +246,47 @@ def replay(half: Half, schedule: Schedule) -> Timeline:
     end = len(half.seconds)
     gathers, reductions = list(schedule.gathers[::-1]), list(schedule.reductions[::-1])
     gathering: list[list[Span]] = [[] for _ in range(end + 1)]
-    reducing: list[list[tuple[Timed, Span]]] = [[] for _ in range(end + 1)]
+    due: list[_Due] = [_Due([], []) for _ in range(end + 2)]
     """By the slot in which they are awaited."""
+    issued = 0
 
-    def reduce_what_is_due() -> None:
-        while reducing[run.slot]:
-            timed, flight = reducing[run.slot].pop(0)
-            if following := run.await_reduction(flight):
-                reducing[max(run.slot, timed.wait)].append((timed, following))
+    def reduce_what_is_due(slot: int) -> None:
+        followed, last = due[slot]
+        for number, timed, flight in sorted(followed, key=itemgetter(0)):
+            following = run.await_reduction(flight)
+            assert following is not None
+            due[max(slot, timed.wait)].last.append((number, timed, following))
+        followed.clear()
+        for _, _, flight in sorted(last, key=itemgetter(0)):
+            run.await_reduction(flight)
+        last.clear()
 
     while run.slot <= end:
-        reduce_what_is_due()
+        reduce_what_is_due(run.slot)
         while reductions and reductions[-1].issue <= run.slot:
             timed = reductions.pop()
             for flight in run.issue_reductions(timed.members):
-                reducing[max(run.slot, timed.then if flight.kind.then else timed.wait)].append((timed, flight))
-            reduce_what_is_due()
+                slot = max(run.slot, timed.then if flight.kind.then else timed.wait)
+                (due[slot].followed if flight.kind.then else due[slot].last).append((issued, timed, flight))
+                issued += 1
+            reduce_what_is_due(run.slot)
         while gathers and gathers[-1].issue <= run.slot:
             timed = gathers.pop()
             gathering[max(run.slot, timed.wait)] += run.issue_gathers(timed.members)
         for flight in gathering[run.slot]:
             run.await_gather(flight)
+        if run.slot == end:
+            reduce_what_is_due(end + 1)
         run.advance()
     return run.timeline()
+
+
+class _Due(NamedTuple):
+    """Collectives that are awaited in a slot, with their number in the order of issue."""
+
+    followed: list[tuple[int, Timed, Span]]
+    """By all-reduces."""
+    last: list[tuple[int, Timed, Span]]
 
 
 def scheduled(half: Half, gathers: Sequence[Bucket], reductions: Sequence[Bucket]) -> Schedule:
@@ -294,8 +316,8 @@ def scheduled(half: Half, gathers: Sequence[Bucket], reductions: Sequence[Bucket
         Timed(
             members,
             issued[bucket.fqns[0]],
-            issued.get(bucket.wait, end),
-            issued.get(bucket.then, end) if half.followed(members) else -1,
+            max(issued[bucket.fqns[0]], issued.get(bucket.wait, end + 1)),
+            max(issued[bucket.fqns[0]], issued.get(bucket.then, end + 1)) if half.followed(members) else -1,
         )
         for bucket, members in slots
     ]

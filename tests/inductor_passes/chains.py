@@ -9,30 +9,39 @@ _SECONDS = st.sampled_from([0.2, 1.0, 2.0, 5.0])
 
 @st.composite
 def halves(draw: st.DrawFn, gathers: int, reductions: int, channels: int = 1) -> Half:
-    """With at most so many gathers and reductions; small whole numbers, so that ties and tight budgets are common."""
-    kinds = [
-        Kind(
-            str(channel),
-            draw(st.sampled_from([0.0, 0.2, 1.0])),
-            draw(st.sampled_from([0.1, 1.0, 3.0])),
-            draw(st.sampled_from([0.0, 0.05])),
-            draw(st.sampled_from([0.0, 0.1, 0.5])),
-        )
-        for channel in range(channels)
-    ]
+    """With at most so many gathers and reductions; small whole numbers, so that ties and tight budgets are common.
+
+    Some weights are read by no step, some gradients there before all steps. With several channels, some reductions are
+    followed by an all-reduce.
+    """
+    cost = st.tuples(
+        st.sampled_from([0.0, 0.2, 1.0]),
+        st.sampled_from([0.1, 1.0, 3.0]),
+        st.sampled_from([0.0, 0.05]),
+        st.sampled_from([0.0, 0.1, 0.5]),
+        st.sampled_from([0.0, 0.0, 0.2]),
+    )
+    kinds = [Kind(str(channel), *draw(cost)) for channel in range(channels)]
+    reducing = [kind._replace(name="r") for kind in kinds]
+    if channels > 1:
+        replicas = Kind("replicas", *draw(cost))
+        reducing.append(kinds[0]._replace(name="r", then=replicas))
     kind = st.sampled_from(kinds)
     count = draw(st.integers(0, gathers))
     steps = draw(st.integers(max(1, count), max(1, count) + 2))
-    uses = sorted(draw(st.lists(st.integers(0, steps - 1), min_size=count, max_size=count)))
-    there = sorted(draw(st.lists(st.integers(1, steps), max_size=reductions)))
+    uses = sorted(draw(st.lists(st.integers(0, steps), min_size=count, max_size=count)))
+    there = sorted(draw(st.lists(st.integers(0, steps), max_size=reductions)))
     size = st.integers(1, 4)
     return Half(
         tuple(draw(_SECONDS) for _ in range(steps)),
         tuple(draw(st.integers(0, 4)) for _ in range(steps)),
         tuple(draw(st.integers(0, 2)) for _ in range(steps + 1)),
         tuple(
-            Gather(f"g{i}", draw(kind), draw(size), use, min(steps - 1, use + draw(st.integers(0, 1))))
+            Gather(f"g{i}", draw(kind), draw(size), use, min(steps, use + draw(st.integers(0, 1))))
             for i, use in enumerate(uses)
         ),
-        tuple(Reduction(f"r{i}", draw(kind)._replace(name="r"), draw(size), slot) for i, slot in enumerate(there)),
+        tuple(
+            Reduction(f"r{i}", draw(st.sampled_from(reducing)), draw(size), slot, draw(st.integers(0, 1)))
+            for i, slot in enumerate(there)
+        ),
     )

@@ -22,7 +22,7 @@ from inductor_passes import scheduler
 from inductor_passes._compat import NOTHING_ELSE_MOVES
 from inductor_passes.collectives import MARK
 from inductor_passes.order import Bucket, Item, PlanError, check_order, first_uses, graph_items, order
-from simplefsdp import manual_plan, simple_fsdp
+from simplefsdp import BucketPlan, manual_plan, simple_fsdp
 from tests.graphs import WAIT, capture
 from tests.models import batch, tiny_llama
 
@@ -309,7 +309,8 @@ def schedule(graph) -> str:
         if node.target is WAIT:
             lines.append(f"wait {item.fqns[0]}")
         elif item.kind in ("gather", "reduction"):
-            lines.append(f"{item.kind} {item.fqns[0]} + {len(item.fqns) - 1}")
+            kind = "all-reduce" if item.follows else item.kind
+            lines.append(f"{kind} {item.fqns[0]} + {len(item.fqns) - 1}")
         elif "mm" in str(node.target):
             lines.append("matmuls")
     return "".join(line + "\n" for line, _ in itertools.groupby(lines))
@@ -400,6 +401,54 @@ matmuls
 reduction tok_embeddings.weight + 9
 wait tok_embeddings.weight
 """,
+        )
+
+    def test_all_reduces_that_are_due_together_are_all_under_way_before_one_is_awaited(self):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        points = {"3": ("1", "0"), "2": ("1", "0"), "1": ("0", None), "0": (None, None)}
+        own = [f"{i}.weight" for i in range(4)]
+        plan = BucketPlan(
+            tuple(Bucket((fqn,), fqn, fqn, place=i) for i, fqn in enumerate(own)),
+            tuple(Bucket((fqn,), fqn, fqn, place=i) for i, fqn in enumerate(reversed(own))),
+            tuple(
+                Bucket((f"{i}.weight",), None, wait and f"{wait}.weight", then and f"{then}.weight", place)
+                for place, (i, (then, wait)) in enumerate(points.items())
+            ),
+            (),
+            tuple((fqn, (8, 8)) for fqn in own),
+        )
+        model = simple_fsdp(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in own)), mesh)
+        backward = capture(model, torch.ones(4, 8), plan=plan).backward
+        reductions = [line for line in schedule(backward).splitlines() if "gather" not in line]
+        self.assertExpectedInline(
+            "\n".join(reductions),
+            """\
+matmuls
+wait 3.weight
+matmuls
+reduction 3.weight + 0
+matmuls
+wait 2.weight
+matmuls
+reduction 2.weight + 0
+matmuls
+wait 1.weight
+matmuls
+wait 3.weight
+all-reduce 3.weight + 0
+wait 2.weight
+all-reduce 2.weight + 0
+reduction 1.weight + 0
+matmuls
+wait 1.weight
+all-reduce 1.weight + 0
+wait 3.weight
+wait 2.weight
+reduction 0.weight + 0
+wait 0.weight
+all-reduce 0.weight + 0
+wait 1.weight
+wait 0.weight""",
         )
 
 

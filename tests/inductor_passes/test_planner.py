@@ -40,7 +40,7 @@ def every_schedule(half: Half, waits: bool) -> Iterator[Schedule]:
     for cut in cuts(len(half.reductions)):
         complete = [max(half.reductions[i].there for i in members) for members in cut]
         for slots in issues(complete, [end] * len(cut), gradients):
-            points = sorted({end, *slots}) if waits else [end]
+            points = sorted({end + 1, *slots}) if waits else [end + 1]
             for picked in product(*([point for point in points if point >= slot] for slot in slots)):
                 buckets = zip(cut, slots, picked, strict=True)
                 reduced.append(tuple(Timed(members, slot, wait, wait) for members, slot, wait in buckets))
@@ -215,7 +215,7 @@ def test_greedy_reduces_a_step_together_and_the_last_one_soon() -> None:
         ((0, 1, 2), 3, 4),
         ((3,), 4, 5),
         ((4,), 5, 6),
-        ((5,), 6, 6),
+        ((5,), 6, 7),
     ]
 
 

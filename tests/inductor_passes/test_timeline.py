@@ -1,11 +1,28 @@
 """Predicted times and memory of schedules, against ones worked out by hand."""
 
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from inductor_passes.order import Bucket
+from inductor_passes.order import Bucket, Item, order
 from inductor_passes.planner import minimum
-from inductor_passes.timeline import Gather, Half, Kind, Reduction, Schedule, Timed, bound, replay, scheduled
+from inductor_passes.timeline import (
+    Gather,
+    Half,
+    Kind,
+    Reduction,
+    Replay,
+    Schedule,
+    Span,
+    Timed,
+    Timeline,
+    bound,
+    replay,
+    scheduled,
+)
 from tests.inductor_passes.chains import halves
 
 SLOW = Kind("shard", alpha_s=1.0, s_per_byte=0.1)
@@ -111,7 +128,114 @@ def test_buckets_have_the_slots_in_which_order_puts_them() -> None:
     ]
     schedule = scheduled(half, gathers, reductions)
     assert schedule.gathers == (Timed((0,), 0, 0), Timed((1, 2), 1, 1))
-    assert [timed[:3] for timed in schedule.reductions] == [((0,), 1, 3), ((1,), 2, 3), ((2,), 3, 3)]
+    assert [timed[:3] for timed in schedule.reductions] == [((0,), 1, 3), ((1,), 2, 4), ((2,), 3, 3)]
+
+
+@st.composite
+def planned(draw: st.DrawFn) -> tuple[Half, list[Bucket], list[Bucket]]:
+    """A graph and a plan for it, as ``manual_plan`` and the planners make them: issued in order, points among what is
+    issued later."""
+    half = draw(halves(5, 5, channels=2))
+    gathers: list[Bucket] = []
+    number = 0
+    for part in _parts(draw, half.gathers):
+        number = draw(st.integers(number, half.gathers.index(part[0])))
+        at_the_start = number == 0 and all(bucket.issue is None for bucket in gathers) and draw(st.booleans())
+        issue = None if at_the_start else half.gathers[number].fqn
+        gathers.append(Bucket(tuple(g.fqn for g in part), issue, part[0].fqn, place=len(gathers)))
+    reductions: list[Bucket] = []
+    parts = _parts(draw, half.reductions)
+    for place, reduced in enumerate(parts):
+        later = [part[0].fqn for part in parts[place:]]
+        points = sorted(draw(st.tuples(*[st.integers(0, len(later))] * 2)))
+        then, wait = [later[i] if i < len(later) else None for i in points]
+        issue = draw(st.sampled_from([None, reduced[-1].fqn, half.reductions[-1].fqn]))
+        reductions.append(Bucket(tuple(r.fqn for r in reduced), issue, wait, then, place))
+    return half, gathers, reductions
+
+
+def _parts(draw: st.DrawFn, members: Sequence[Any]) -> list[list[Any]]:
+    numbers = sorted(draw(st.lists(st.integers(0, 2), min_size=len(members), max_size=len(members))))
+    return [[members[i] for i, n in enumerate(numbers) if n == number] for number in sorted(set(numbers))]
+
+
+def ordered(half: Half, gathers: Sequence[Bucket], reductions: Sequence[Bucket]) -> Timeline:
+    """What ``order`` makes of this graph and plan, replayed node by node."""
+    items: list[Item] = []
+    does: list[Callable[[], object]] = []
+    """What each does in a replay."""
+    run = Replay(half)
+    flights: dict[Any, Span] = {}
+
+    def add(do: Callable[[], object], *needs: int, **of: Any) -> int:
+        does.append(do)
+        items.append(Item(frozenset(needs), **of))
+        return len(items) - 1
+
+    def issue(key: object, start: Callable[[list[int]], list[Span]], members: list[int]) -> Callable[[], object]:
+        def do() -> None:
+            (flights[key],) = start(members)
+
+        return do
+
+    def wait(key: object, end: Callable[[Span], object]) -> Callable[[], object]:
+        return lambda: end(flights[key])
+
+    def hand_on(key: object) -> Callable[[], object]:
+        def do() -> None:
+            following = run.await_reduction(flights[key])
+            assert following is not None
+            flights[key] = following
+
+        return do
+
+    def collectives(bucket: Bucket, members: Sequence[Any]) -> Iterator[tuple[Kind, list[int], tuple[str, ...]]]:
+        mine = [i for i, member in enumerate(members) if member.fqn in bucket.fqns]
+        for kind in dict.fromkeys(members[i].kind for i in mine):
+            alike = [i for i in mine if members[i].kind == kind]
+            yield kind, alike, tuple(members[i].fqn for i in alike)
+
+    weights: dict[str, int] = {}
+    for bucket in gathers:
+        for _, alike, fqns in collectives(bucket, half.gathers):
+            key = ("gather", fqns)
+            of = {"fqns": fqns, "bucket": bucket}
+            node = add(issue(key, run.issue_gathers, alike), reads_inputs=True, kind="gather", **of)
+            alone = fqns if len(fqns) == 1 else ()
+            node = add(wait(key, run.await_gather), node, kind="gathered", weights=alone, **of)
+            parts = {fqn: node if alone else add(lambda: None, node, weights=(fqn,)) for fqn in fqns}
+            weights.update(parts)
+    steps: list[int] = []
+    for step in range(len(half.seconds)):
+        read = [weights[g.fqn] for g in half.gathers if step in (g.use, g.last)]
+        steps.append(add(run.advance, *read, *steps[-1:], reads_inputs=True))
+    for bucket in reductions:
+        for kind, alike, fqns in collectives(bucket, half.reductions):
+            key = ("reduce", fqns)
+            of = {"fqns": fqns, "bucket": bucket}
+            made = [(steps[there - 1] if (there := half.reductions[i].there) else -1) for i in alike]
+            node = add(
+                issue(key, run.issue_reductions, alike),
+                *(source for source in made if source >= 0),
+                kind="reduction",
+                gradients=tuple(zip(made, fqns, strict=True)),
+                **of,
+            )
+            if kind.then:
+                node = add(hand_on(key), node, kind="reduced", followed=True, **of)
+                node = add(lambda: None, node, kind="reduction", follows=True, **of)
+            add(wait(key, run.await_reduction), node, kind="reduced", follows=kind.then is not None, **of)
+    for i in order(items):
+        does[i]()
+    run.advance()
+    return run.timeline()
+
+
+@given(planned())
+@settings(max_examples=300, deadline=None)
+def test_a_replay_issues_and_awaits_as_order_does(plan: tuple[Half, list[Bucket], list[Bucket]]) -> None:
+    half, gathers, reductions = plan
+    assert replay(half, scheduled(half, gathers, reductions)) == ordered(half, gathers, reductions)
 
 
 @given(halves(4, 4, channels=2))
