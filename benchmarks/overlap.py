@@ -1,30 +1,35 @@
 """Who hides communication best: one rank of a rehearsed cluster, the same model and network for every system.
 
-    python -m benchmarks.overlap                                # all scenarios, 10 to 15 minutes
-    python -m benchmarks.overlap --scenarios latency,hybrid --rounds 3
+    python -m benchmarks.overlap                                # all scenarios and three random ones, half an hour
+    python -m benchmarks.overlap --scenarios latency,hybrid --random 0 --rounds 3
 
 Every scenario is a process of its own. Its systems step in turn, forwards in one round and backwards in the next, on
 the scenario's network and on one that costs nothing; what is printed are medians, and the median over rounds of a
 system's step divided by ours in the same round. All systems have the same reshard choice, loss and optimizer; the loss
 is compiled wherever blocks are. First steps compile, from an empty cache. L1 (``simplefsdp.rehearsal.limits``) is one
 bound for a scenario, the smallest of the systems on our frontend, with what each computes on the free network. Peak
-memory is that of the allocator's events in a step and what lives before it. Writes Markdown, JSON and a chart to
-benchmarks/results/.
+memory is that of the allocator's events in a step and what lives before it. The device is calibrated in the scenario's
+process before anything is measured; what our plans are then predicted to take is compared with what they took. Writes
+Markdown, JSON and a chart to benchmarks/results/.
 """
 
 import argparse
 import json
+import logging
+import math
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -34,8 +39,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.baselines import baselines
 from simplefsdp import llama, rehearsal
-from simplefsdp.calibrate import kept
-from simplefsdp.hardware import Network, network
+from simplefsdp.calibrate import calibrate
+from simplefsdp.hardware import Network, flat, network
+from simplefsdp.prediction import Prediction
 from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism, System
 from simplefsdp.rehearsal.trial import Trial, Workload, fresh_compile_cache, measure
 from simplefsdp.search import SEARCHED
@@ -50,7 +56,7 @@ class Scenario:
     """A Llama in fp32 on CPU, one thread of compute."""
 
     what: str
-    network: str
+    network: Network
     ranks: int
     seq: int
     model: Mapping[str, int] = field(default_factory=dict)
@@ -59,25 +65,59 @@ class Scenario:
 
 SCENARIOS = {
     "latency": Scenario(
-        "latency-bound: 0.2 ms a collective", "cpu-latency", 64, 128, {"dim": 128, "layers": 6, "ffn_dim": 384}
+        "latency-bound: 0.2 ms a collective",
+        network("cpu-latency"),
+        64,
+        128,
+        {"dim": 128, "layers": 6, "ffn_dim": 384},
     ),
     "bandwidth": Scenario(
         "bandwidth-bound: communication takes about as long as compute",
-        "cpu-bandwidth",
+        network("cpu-bandwidth"),
         8,
         256,
         {"dim": 512, "layers": 3, "ffn_dim": 1536},
     ),
-    "compute": Scenario("compute-bound", "cpu-compute", 8, 256, {"dim": 512, "layers": 3, "ffn_dim": 1536}),
+    "compute": Scenario("compute-bound", network("cpu-compute"), 8, 256, {"dim": 512, "layers": 3, "ffn_dim": 1536}),
     "hybrid": Scenario(
         "hybrid shard: 4 nodes of 4 ranks",
-        "cpu-hybrid",
+        network("cpu-hybrid"),
         16,
         256,
         {"dim": 256, "layers": 3, "ffn_dim": 768},
         hybrid=True,
     ),
 }
+
+
+def scenarios(seed: int, count: int) -> Mapping[str, Scenario]:
+    """Those above, and ``count`` on networks that are drawn at random, evenly on logarithmic scales: alpha from 10 us
+    to 2 ms, bandwidth from 0.1 to 10 GB/s, 4 to 256 ranks."""
+    found = dict(SCENARIOS)
+    random = Random(seed)
+    for i in range(count):
+        alpha, bandwidth = math.exp(random.uniform(*_logs(10e-6, 2e-3))), math.exp(random.uniform(*_logs(0.1e9, 10e9)))
+        ranks = round(math.exp(random.uniform(*_logs(4, 256))))
+        drawn = flat(f"random-{seed}-{i}", ranks, alpha_s=alpha, bandwidth_bytes_per_s=bandwidth, source="drawn")
+        what = f"at random: {1e6 * alpha:.0f} us a collective, {bandwidth / 1e9:.2f} GB/s"
+        model = {"dim": 256, "layers": 3, "ffn_dim": 768}
+        found[f"random{i + 1}"] = Scenario(what, drawn, ranks, 256, model)
+    return found
+
+
+def _logs(low: float, high: float) -> tuple[float, float]:
+    return math.log(low), math.log(high)
+
+
+class Predictions(logging.Handler):
+    """Those that are logged, the latest last."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.found: list[Prediction] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found += [arg for arg in record.args or () if isinstance(arg, Prediction)]
 
 
 def systems_for(chosen: Network) -> Mapping[str, System]:
@@ -96,14 +136,16 @@ def systems_for(chosen: Network) -> Mapping[str, System]:
 ALL = tuple(systems_for(network("cpu-latency")))
 
 
-def run(name: str, systems: list[str], rounds: int) -> dict[str, Any]:
+def run(name: str, scenario: Scenario, systems: list[str], rounds: int) -> dict[str, Any]:
     """Measure one scenario, in this process."""
-    scenario = SCENARIOS[name]
-    chosen = network(scenario.network)
+    chosen = scenario.network
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64  # every system compiles the same forward
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    profile = kept(torch.device("cpu"), chosen)
+    profile = calibrate(torch.device("cpu"), chosen)
+    log, predictions = logging.getLogger("simplefsdp"), Predictions()
+    log.addHandler(predictions)
+    log.setLevel(logging.INFO)
     with rehearsal.world(scenario.ranks, chosen) as world:
         nodes = scenario.ranks // chosen.ranks_per_node
         shape = (nodes, chosen.ranks_per_node) if scenario.hybrid else (scenario.ranks,)
@@ -117,12 +159,14 @@ def run(name: str, systems: list[str], rounds: int) -> dict[str, Any]:
             parallelism=Parallelism(mesh, MixedPrecisionPolicy(), True, profile),
         )
         trials = []
+        predicted: dict[str, dict[str, float]] = {}
         failed = {}
         every = systems_for(chosen)
         with fresh_compile_cache():  # imports and what else only the first compilation in a process pays
             small = replace(workload, build=lambda: llama.build("debug", dim=16, layers=1, ffn_dim=16), seq=8)
             Trial("warm up", every["none"], small, world).step(chosen)
         for system in systems:
+            predictions.found.clear()
             with fresh_compile_cache(), restored_config():
                 try:
                     trial = Trial(system, every[system], workload, world)
@@ -134,12 +178,16 @@ def run(name: str, systems: list[str], rounds: int) -> dict[str, Any]:
                     failed[system] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                     continue
             trials.append(trial)
+            if predictions.found:
+                prediction = predictions.found[-1]
+                predicted[system] = {**asdict(prediction), "step_s": prediction.step_s}
             print(f"{name}: {system}: first step {trial.first_step_s:.1f} s", file=sys.stderr)
         results = measure(trials, chosen, rounds, lambda: None)
     return {
         "scenario": asdict(scenario),
         "rounds": rounds,
         "results": [asdict(result) for result in results],
+        "predicted": predicted,
         "failed": failed,
     }
 
@@ -160,8 +208,8 @@ def table(found: Mapping[str, Any]) -> str:
     l1, single = bound(found), results.get("single")
     lines = [
         "| system | step / ours | T/L1 | T/L2 | compute / single | step, ms | exposed, ms | of communication "
-        "| collectives | peak, MiB | first step, s |",
-        "|" + "---|" * 11,
+        "| collectives | peak, MiB | first step, s | predicted step | predicted peak |",
+        "|" + "---|" * 13,
     ]
     for name, result in results.items():
         cells = [
@@ -175,10 +223,19 @@ def table(found: Mapping[str, Any]) -> str:
             str(result["collectives"]),
             f"{result['peak_bytes'] / 2**20:.1f}",
             f"{result['first_step_s']:.1f}",
+            *(f"{ratio:.2f}" if ratio else "" for ratio in _predicted(found, result)),
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += [f"| {name} | does not run: {error} |" + " |" * 9 for name, error in found["failed"].items()]
+    lines += [f"| {name} | does not run: {error} |" + " |" * 11 for name, error in found["failed"].items()]
     return "\n".join(lines)
+
+
+def _predicted(found: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[float, float]:
+    """Predicted step and peak, divided by what was measured; 0 where nothing was predicted."""
+    prediction = found.get("predicted", {}).get(result["system"])
+    if prediction is None:
+        return 0.0, 0.0
+    return prediction["step_s"] / result["step_s"], prediction["peak_bytes"] / result["peak_bytes"]
 
 
 def bound(found: Mapping[str, Any]) -> float:
@@ -187,7 +244,8 @@ def bound(found: Mapping[str, Any]) -> float:
 
 
 def summary(measured: Mapping[str, Any], label: str) -> str:
-    """A row for each system, a column for each scenario: its step divided by ours; then how far we are from L1."""
+    """A row for each system, a column for each scenario: its step divided by ours; then how far we are from L1, and
+    what was predicted, divided by what was measured."""
     ratios: dict[str, dict[str, str]] = {}
     limits: dict[str, dict[str, str]] = {}
     for name, found in measured.items():
@@ -196,6 +254,9 @@ def summary(measured: Mapping[str, Any], label: str) -> str:
             ratios.setdefault(system, {})[name] = f"{_ratio(result, results[OURS]):.2f}"
         for system in (system for system in (OURS, "auto") if system in results):
             limits.setdefault(f"T/L1 of {system}", {})[name] = f"{results[system]['step_s'] / bound(found):.2f}"
+        for what, ratio in zip(("step", "peak"), _predicted(found, results.get("auto", {"system": ""})), strict=True):
+            if ratio:
+                limits.setdefault(f"predicted {what} of auto", {})[name] = f"{ratio:.2f}"
     rows = {**ratios, **limits}
     lines = [f"| {label.split(',')[0]} | {' | '.join(measured)} |", "|" + "---|" * (len(measured) + 1)]
     lines += [f"| {name} | {' | '.join(row.get(column, '-') for column in measured)} |" for name, row in rows.items()]
@@ -211,7 +272,8 @@ def report(measured: Mapping[str, Any], machine: str) -> str:
     for name, found in measured.items():
         scenario = found["scenario"]
         parts.append(
-            f"## {name}\n\n{scenario['what']}; one of {scenario['ranks']} ranks on `{scenario['network']}`, Llama "
+            f"## {name}\n\n{scenario['what']}; one of {scenario['ranks']} ranks on "
+            f"`{scenario['network']['name']}`, Llama "
             f"{scenario['model']}, 1 x {scenario['seq']} tokens, fp32, {found['rounds']} rounds\n\n{table(found)}"
         )
     return "\n\n".join(parts) + "\n"
@@ -250,29 +312,36 @@ def machine() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.overlap", description=__doc__.splitlines()[0])
-    parser.add_argument("--scenarios", default=",".join(SCENARIOS))
+    parser.add_argument("--scenarios", help="default: all")
+    parser.add_argument("--random", type=int, default=3, help="how many scenarios to draw, random1, random2, ...")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of what is drawn")
     parser.add_argument("--systems", default=",".join(ALL))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--one", metavar="FILE", help=argparse.SUPPRESS)  # a scenario, in this process
     args = parser.parse_args()
-    scenarios, systems = args.scenarios.split(","), args.systems.split(",")
-    for names, valid in ((scenarios, SCENARIOS), (systems, ALL)):
+    every = scenarios(args.seed, args.random)
+    chosen, systems = (args.scenarios or ",".join(every)).split(","), args.systems.split(",")
+    for names, valid in ((chosen, every), (systems, ALL)):
         if unknown := [name for name in names if name not in valid]:
             parser.error(f"unknown {', '.join(unknown)}; there are {', '.join(valid)}")
     if OURS not in systems:
         parser.error(f"--systems: all ratios are to {OURS}")
     if args.one:
-        Path(args.one).write_text(json.dumps(run(scenarios[0], systems, args.rounds)))
+        Path(args.one).write_text(json.dumps(run(chosen[0], every[chosen[0]], systems, args.rounds)))
         return
     measured = {}
     label = machine()  # before the files it writes are part of the tree
     with tempfile.TemporaryDirectory() as folder:
-        for name in scenarios:
+        for name in chosen:
             file = Path(folder) / name
             arguments = [
                 "--scenarios",
                 name,
+                "--random",
+                str(args.random),
+                "--seed",
+                str(args.seed),
                 "--systems",
                 args.systems,
                 "--rounds",

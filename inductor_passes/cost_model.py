@@ -44,6 +44,10 @@ class Profile(Protocol):
     def contention(self) -> float:
         """Part of a collective's time that compute loses meanwhile."""
 
+    @property
+    def collective_s_per_byte(self) -> float:
+        """Compute time that is lost, besides, for each byte of a collective's tensor."""
+
     def compute_s(self, kind: str, dtype: torch.dtype, flops: float) -> float:
         """Of one ``"matmul"`` or ``"attention"`` of so many operations."""
 
@@ -295,11 +299,17 @@ def _reduction_kind(reduction: Collective, profile: Profile) -> Kind:
     return _kind(profile, kind, reduction.options[-1], 1, then, repr(reduction.reduction_kind()))
 
 
+_COPIED = 16 << 20
+"""Bytes of a bucket, about: how fast memory is depends on the size."""
+
+
 def _kind(profile: Profile, kind: str, group: str, parts: int, then: Kind | None, name: str) -> Kind:
     """``parts``: of how many parts of a tensor the collective has one."""
     ranks = group_ranks(group)
     alpha = profile.collective_s(kind, ranks, 0)
     large = 1 << 30
     rate = (profile.collective_s(kind, ranks, large) - alpha) / large / parts
-    copy = 2 * profile.memory_s(large) / large
-    return Kind(group, alpha, rate, profile.collective_launch_s, copy, profile.contention, then, name)
+    copy = 2 * profile.memory_s(_COPIED) / _COPIED
+    issue = profile.collective_launch_s + profile.contention * alpha
+    lost = profile.contention * rate + profile.collective_s_per_byte / parts
+    return Kind(group, alpha, rate, issue, copy, lost, then, name)

@@ -36,8 +36,8 @@ class Kind(NamedTuple):
     """Compute time that is lost by issuing and awaiting one."""
     copy_s_per_byte: float = 0.0
     """Compute time of unpacking a bucket's weights, or of packing its gradients."""
-    contention: float = 0.0
-    """Part of its time that compute loses meanwhile."""
+    issue_s_per_byte: float = 0.0
+    """More of that for each byte: compute is slower meanwhile."""
     then: "Kind | None" = None
     """Of the all-reduce that follows, per byte of the same tensor."""
     name: str = ""
@@ -211,7 +211,7 @@ class Replay:
         return Timeline(self.clock, self.exposed, max(memory), tuple(self._starts), memory, tuple(self._spans))
 
     def _issue(self, kind: Kind, fqns: tuple[str, ...], nbytes: int) -> Span:
-        self.clock += kind.issue_s + kind.contention * kind.seconds(nbytes)
+        self.clock += kind.issue_s + nbytes * kind.issue_s_per_byte
         started = max(self.clock, self.free.get(kind.channel, 0.0))
         finished = self.free[kind.channel] = started + kind.seconds(nbytes)
         return Span(kind, fqns, nbytes, self.clock, started, finished)

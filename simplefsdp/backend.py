@@ -51,8 +51,9 @@ from inductor_passes.report import Report
 from ._messages import unknown
 from .hardware import HardwareProfile, load_profile
 from .plan import BucketPlan, Uses
+from .prediction import State, predict, state_of
 from .recompute import CHANGED_WHILE_WHOLE
-from .search import SEARCHED, Search, parse_bytes, resident_bytes, search
+from .search import SEARCHED, Search, parse_bytes, search
 from .sharding import ShardedModel, ShardedParameter, unshard
 from .wrap import BLOCK, Buckets, Request, resolve
 
@@ -76,10 +77,10 @@ class Options:
     """Bytes, or as ``"60GiB"``, that the predicted peak of a step must not pass: parameters, gradients, two moments of
     an optimizer in float32, and what the graphs hold. ``None``: no limit."""
     profile: HardwareProfile | str | Path | None = None
-    """Of the device and the network, or the path of its JSON."""
+    """Of the device and the network, or the path of its JSON. With one, what a plan is predicted to take is logged."""
     report_dir: str | None = None
-    """Folder for the plan and for the graphs before and after each pass, as text, written by rank 0: while compiling,
-    or, where the compile cache has the graph, when it first runs."""
+    """Folder for the plan, the prediction and the graphs before and after each pass, as text, written by rank 0: while
+    compiling, or, where the compile cache has the graph, when it first runs."""
     lower_with: str = "inductor"
     """``"aot_eager"``: no decompositions and no fusion, the same collectives; for numerics work."""
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -138,15 +139,19 @@ def _check_search(options: Options) -> None:
             raise ValueError("option 'memory_budget': needs plan='auto' or 'greedy', and option 'profile'")
 
 
-def _requested(options: Options) -> Request | Search | BucketPlan | None:
-    plan, profile, budget = options.plan, options.profile, options.memory_budget
+def _profile(options: Options) -> HardwareProfile | None:
+    profile = options.profile
+    return profile if profile is None or isinstance(profile, HardwareProfile) else load_profile(profile)
+
+
+def _requested(options: Options, profile: HardwareProfile | None) -> Request | Search | BucketPlan | None:
+    plan, budget = options.plan, options.memory_budget
     if isinstance(plan, Request | BucketPlan):
         return plan
     if plan == "none":
         return None
     if plan in SEARCHED and profile is not None:
-        loaded = profile if isinstance(profile, HardwareProfile) else load_profile(profile)
-        return Search(str(plan), loaded, None if budget is None else parse_bytes(budget))
+        return Search(str(plan), profile, None if budget is None else parse_bytes(budget))
     if plan in _PLANS:
         return BLOCK
     return BucketPlan.load(plan)
@@ -230,9 +235,9 @@ class Passes:
     """What ranks must have in common, besides the collectives."""
     groups: tuple[str, ...]
     """Names of all process groups of the parameters."""
-    resident: int
-    """Bytes of this graph's parameters that live from step to step, on the rank that has most: shards and optimizer
-    state."""
+    state: State
+    """Of this graph's parameters."""
+    profile: HardwareProfile | None
     key: str
     """For the compile cache: all that the passes depend on, and their own source."""
     report: Report | None
@@ -264,16 +269,24 @@ class Passes:
         items = graph_items(backward)[1]
         followed = frozenset(c.fqns[0] for c in reductions(backward) if c.then)
         uses = Uses(first_uses(graph_items(forward)[1]), first_uses(items), last_gradients(items), followed)
+        halves = []
+        if self.profile is not None:
+            given = {node.name for node in forward.find_nodes(op="placeholder")}
+            halves = [half(graph, self.profile, given) for graph in (forward, backward)]
         if isinstance(self.request, BucketPlan):
             plan = self.request
             plan.check_fits(dict(self.parameters), kept, {param.fqn for param in self.params.values()})
             plan.check_order(uses)
         elif isinstance(self.request, Search):
-            given = {node.name for node in forward.find_nodes(op="placeholder")}
-            halves = [half(graph, self.request.profile, given) for graph in (forward, backward)]
-            plan = search(self.request, halves, self.resident, self.buckets, uses, self.parameters, kept)
+            resident = self.state.resident_bytes
+            plan = search(self.request, halves, resident, self.buckets, uses, self.parameters, kept)
         else:
             plan = resolve(self.request.prefetch, self.buckets, uses, self.parameters, kept)
+        if self.profile is not None:
+            prediction = predict(plan, halves, self.state, self.profile)
+            log.info("plan %s is predicted to take %s", plan.hash, prediction)
+            if self.report is not None:
+                self.report.write_text("prediction.json", prediction.to_json())
         assign(forward, plan.forward, plan.reductions)
         assign(backward, plan.backward, plan.reductions)
         if self.report is not None:
@@ -346,7 +359,8 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
     # Two models in one graph may use the same FQNs.
     models: list[ShardedModel] = list(dict.fromkeys(info.model for info in found.values()))
     prefix = {model: f"model{i}:" if len(models) > 1 else "" for i, model in enumerate(models)}
-    request = _requested(options)
+    profile = _profile(options)
+    request = _requested(options, profile)
     wrap = BLOCK if isinstance(request, Search) else request
     buckets = [
         tuple(prefix[model] + fqn for fqn in fqns)
@@ -374,7 +388,8 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
     # Torch's own key knows only the shapes of whole parameters, and ranks share a cache.
     shapes = [tuple(example_inputs[index]._local_tensor.shape) for index in params]
     points = request.prefetch if isinstance(request, Request) else None
-    inputs = repr((sorted(params.items()), points, buckets, parameters, shapes, about, options.report_dir is not None))
+    asked = options.report_dir is not None, profile
+    inputs = repr((sorted(params.items()), points, buckets, parameters, shapes, about, asked))
     key = hashlib.sha256(_source_hash() + inputs.encode()).hexdigest()
     report = None
     if options.report_dir is not None:
@@ -385,8 +400,9 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
         report = Report(hashlib.sha256((key + graph).encode()).hexdigest(), folder)
     groups = dict.fromkeys(group.name for info in found.values() for group in info.communication.groups)
     values = {index: example_inputs[index] for index in found}
-    resident = sum(resident_bytes(info, values[i].dtype, values[i].requires_grad) for i, info in found.items())
-    return Passes(params, request, tuple(buckets), tuple(parameters), about, tuple(groups), resident, key, report)
+    state = state_of((info, values[i].dtype, values[i].requires_grad) for i, info in found.items())
+    names = tuple(groups)
+    return Passes(params, request, tuple(buckets), tuple(parameters), about, names, state, profile, key, report)
 
 
 def _plan_line(request: Request | Search | BucketPlan | None) -> str:

@@ -1,24 +1,32 @@
 """Measure what this device reaches: a ``HardwareProfile``."""
 
 import argparse
+import json
 import math
 import os
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from . import rehearsal
-from .hardware import Curve, HardwareProfile, Network, load_profile, network, save
+from .api import simple_fsdp
+from .hardware import Curve, HardwareProfile, Network, flat, load_profile, network, save
+from .wrap import manual_plan
 
 _c10d = torch.ops._c10d_functional
-_REPEATS = 5
+_VERSION = 2
+"""Of what is measured."""
+_REPEATS = 15
 _COLD_BYTES = 64 << 20
 """Operands are taken in turn from so many bytes: in a step they were last touched a while ago."""
 
@@ -53,7 +61,10 @@ def run(args: argparse.Namespace) -> None:
             rates = ", ".join(f"{rate / 1e9:.0f} at {size:.0e}" for size, rate in curve)
             print(f"{kind}, {dtype}, GFLOP/s by operations: {rates}")
     print("memory, GB/s by bytes: " + ", ".join(f"{rate / 1e9:.1f} at {size:.0e}" for size, rate in profile.memory))
-    print(f"a kernel: {1e6 * profile.launch_s:.1f} us, a collective: {1e6 * profile.collective_launch_s:.1f} us")
+    print(
+        f"a kernel: {1e6 * profile.launch_s:.1f} us, a collective: {1e6 * profile.collective_launch_s:.1f} us and "
+        f"{1e12 * profile.collective_s_per_byte:.0f} us a MB, a parameter: {1e6 * profile.parameter_s:.1f} us a step"
+    )
     print(f"kept in {path}")
 
 
@@ -73,28 +84,34 @@ def _kept_at(device: torch.device) -> Path:
         what = torch.cuda.get_device_name(device)
     else:
         what = f"cpu {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads"
-    return folder / re.sub(r"[^\w.]+", "-", f"profile {what} torch {torch.__version__}.json")
+    return folder / re.sub(r"[^\w.]+", "-", f"profile {_VERSION} {what} torch {torch.__version__}.json")
 
 
 def calibrate(device: torch.device, network: Network) -> HardwareProfile:
-    """The profile of ``device``, with as many threads as torch uses now; it takes about half a minute.
+    """The profile of ``device``, with as many threads as torch uses now; it takes about a minute.
 
-    The network is as given, its collectives are not measured. There must be no process group yet: what issuing a
-    collective costs is measured in a rehearsal.
+    The network is as given, its collectives are not measured. There must be no process group yet: what collectives and
+    parameters cost besides is measured in rehearsals, on CPU; a GPU computes meanwhile.
     """
     dtypes = [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float32]
     call = _call_s(device)
-    return HardwareProfile(
+    profile = HardwareProfile(
         f"{device.type} here",
         f"measured, torch {torch.__version__}, {torch.get_num_threads()} threads",
         matmul={_name(dtype): _matmul(device, dtype, call) for dtype in dtypes},
         attention={_name(dtype): _attention(device, dtype, call) for dtype in dtypes},
         memory=_memory(device),
         launch_s=_launch_s(device),
-        collective_launch_s=_collective_launch_s() if device.type == "cpu" else 0.0,
+        collective_launch_s=0.0,
         contention=0.0,
         network=network,
     )
+    if device.type == "cuda":
+        return profile
+    profile = replace(
+        profile, collective_launch_s=_collective_launch_s(), collective_s_per_byte=_collective_s_per_byte()
+    )
+    return replace(profile, parameter_s=_parameter_s(profile))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -215,9 +232,54 @@ def _collective_launch_s() -> float:
     """Of issuing and awaiting a collective whose communication costs nothing."""
     shard = torch.ones(64)
     with rehearsal.world(2, None):
-        group = torch.distributed.distributed_c10d._get_default_group().group_name
+        return _seconds(lambda _: _c10d.wait_tensor(_gather(shard)), shard.device)
 
-        def gather(_: int) -> Tensor:
-            return _c10d.wait_tensor(_c10d.all_gather_into_tensor(shard, 2, group))
 
-        return _seconds(gather, shard.device)
+def _gather(shard: Tensor) -> Tensor:
+    group = dist.group.WORLD
+    assert group is not None
+    return _c10d.all_gather_into_tensor(shard, group.size(), group.group_name)
+
+
+def _collective_s_per_byte() -> float:
+    """By how much longer matmuls take while another core moves the data of a gather of 8 MiB, for each of its bytes."""
+    shard, tokens, weight = torch.ones(1 << 18), torch.ones(256, 512), torch.ones(512, 512)
+    whole = 8 * shard.nbytes
+
+    def layer(gathers: bool) -> float:
+        begin = time.perf_counter()
+        under_way = _gather(shard) if gathers else shard
+        for _ in range(8):
+            torch.mm(tokens, weight)
+        ended = time.perf_counter()
+        if gathers:
+            _c10d.wait_tensor(under_way)
+        return ended - begin
+
+    with rehearsal.world(8, flat("fast", 8, alpha_s=1e-6, bandwidth_bytes_per_s=8e9)):
+        layer(True)
+        more = [layer(True) - layer(False) for _ in range(4 * _REPEATS)]
+    return max(0.0, statistics.median(more) / whole)
+
+
+def _parameter_s(profile: HardwareProfile) -> float:
+    """Of a step of a model of small parameters, what is left if its graphs take what they are predicted to."""
+    free = replace(profile, network=flat("free", 2, alpha_s=1e-9, bandwidth_bytes_per_s=1e15))
+    with rehearsal.world(2, None), tempfile.TemporaryDirectory() as folder:
+        model = simple_fsdp(nn.Sequential(*(nn.Linear(8, 8) for _ in range(12))))
+        options: Any = {"plan": manual_plan(["*"]), "profile": free, "report_dir": folder}
+        compiled = torch.compile(model, backend="simplefsdp", options=options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        tokens = torch.ones(8, 8)
+
+        def step(_: int) -> None:
+            compiled(tokens).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(0)
+        seconds = _seconds(step, tokens.device)
+        (predicted,) = (json.loads(path.read_text()) for path in Path(folder).glob("*/prediction.json"))
+        torch._dynamo.reset()
+    graphs = predicted["forward_s"] + predicted["backward_s"]
+    return max(0.0, (seconds - graphs) / len(list(model.parameters())))

@@ -240,6 +240,11 @@ class HardwareProfile:
     contention: float
     """Part of a collective's time that compute loses meanwhile: 0 where it has the device for itself."""
     network: Network
+    collective_s_per_byte: float = 0.0
+    """Compute time that is lost, besides, for each byte of a collective: where it takes memory's time, as on CPU."""
+    parameter_s: float = 0.0
+    """Of a step, for each parameter, outside of its graphs: guards, gradients, the optimizer's calls. 0 where these are
+    done while the device computes."""
 
     def __post_init__(self) -> None:
         for name in ("matmul", "attention"):
@@ -254,7 +259,7 @@ class HardwareProfile:
                 _check_curve(f"profile {self.name}: {name}[{dtype!r}]", curve)
         _check_curve(f"profile {self.name}: memory", self.memory)
         _positive(f"profile {self.name}: launch_s", self.launch_s)
-        for name in ("collective_launch_s", "contention"):
+        for name in ("collective_launch_s", "contention", "collective_s_per_byte", "parameter_s"):
             if getattr(self, name) != 0:
                 _positive(f"profile {self.name}: {name}", getattr(self, name))
 

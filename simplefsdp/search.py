@@ -1,29 +1,21 @@
 """Plans that are searched for: ``"auto"`` and ``"greedy"``, given a hardware profile."""
 
-import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from inductor_passes.planner import Found, auto, greedy, minimum, named
-from inductor_passes.timeline import Half, bound, scheduled
+from inductor_passes.planner import auto, greedy, minimum, named
+from inductor_passes.timeline import Half, scheduled
 
 from .hardware import HardwareProfile
 from .plan import BucketPlan, Uses
-from .sharding import ShardedParameter
 from .wrap import BLOCK, Buckets, resolve
-
-log = logging.getLogger("simplefsdp")
 
 SEARCHED = frozenset({"auto", "greedy"})
 """Names of plans that need a profile."""
 
 _TOLERANCE = 0.005
 """Of the predicted time, what ``auto`` gives for less memory where no budget is set: less than predictions err by."""
-_OPTIMIZER_BYTES = 8
-"""For each element of a shard, besides the shard itself: two moments in float32, as Adam has them."""
 
 
 @dataclass(frozen=True)
@@ -79,32 +71,7 @@ def search(
     (forward, _), (backward, reductions) = (
         named(half, best.schedule, position) for half, best in zip(halves, found, strict=True)
     )
-    _say(wanted.name, found, resident, sum(map(bound, halves)))
     return BucketPlan(forward, backward, reductions, tuple(kept), parameters)
-
-
-def _say(name: str, found: Sequence[Found], resident: int, least: float) -> None:
-    seconds, exposed = (sum(getattr(f.timeline, field) for f in found) for field in ("seconds", "exposed"))
-    peak = resident + max(f.timeline.peak for f in found)
-    log.info(
-        "%s: predicted %.1f ms forward and backward, of which %.1f exposed communication, where no schedule takes less "
-        "than %.1f; peak %.2f GiB",
-        name,
-        1e3 * seconds,
-        1e3 * exposed,
-        1e3 * least,
-        peak / 2**30,
-    )
-
-
-def resident_bytes(param: ShardedParameter, dtype: torch.dtype, trained: bool) -> int:
-    """Of one parameter, on the rank that has most of it: its shard and the optimizer's state."""
-    comm = param.communication
-    numel = math.prod(comm.shape)
-    if comm.dim is not None and comm.shard_group is not None and numel:
-        rows = comm.shape[comm.dim]
-        numel = numel // rows * -(-rows // comm.shard_group.ranks)
-    return numel * (dtype.itemsize + (_OPTIMIZER_BYTES if trained else 0))
 
 
 def parse_bytes(value: object) -> int:

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..api import simple_fsdp
 from ..hardware import HardwareProfile
-from ..search import SEARCHED
 from ..wrap import block_buckets, block_of, blocks
 
 
@@ -24,7 +23,7 @@ class Parallelism(NamedTuple):
     mp_policy: MixedPrecisionPolicy
     reshard_after_forward: bool
     profile: HardwareProfile | None = None
-    """For plans that are searched for."""
+    """For plans that are searched for, and to predict what others take."""
 
 
 class System(NamedTuple):
@@ -39,14 +38,14 @@ class System(NamedTuple):
     """Whether, on CUDA, it is streams of its own that wait for collectives: the record does not show compute then."""
 
 
-def ours(plan: Any = "block", inductor: Mapping[str, Any] | None = None) -> System:
-    """This library with a plan."""
+def ours(plan: Any = "block", inductor: Mapping[str, Any] | None = None, budget: int | None = None) -> System:
+    """This library with a plan, and a memory budget where that is searched for."""
 
     def wrap(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
         mesh, mp_policy, reshard, profile = parallelism
         simple_fsdp(model, mesh, mp_policy=mp_policy, reshard_after_forward=reshard)
-        options: Any = {"plan": plan, "inductor": dict(inductor or {})}
-        if plan in SEARCHED:
+        options: Any = {"plan": plan, "inductor": dict(inductor or {}), "memory_budget": budget}
+        if plan != "none":
             options["profile"] = profile
         return torch.compile(model, backend="simplefsdp", options=options)
 

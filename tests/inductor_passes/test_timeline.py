@@ -83,9 +83,9 @@ def test_members_of_two_kinds_are_two_collectives() -> None:
     assert [span.fqns for span in spans] == [("a", "c"), ("b",)]
 
 
-def test_contention_is_paid_by_compute() -> None:
-    timeline = replay(backward(SLOW._replace(contention=0.25)), Schedule((), (Timed((0, 1, 2), 3, 3),)))
-    assert timeline.seconds == pytest.approx(9.0 + 0.25 * 4.0 + 4.0)
+def test_what_a_byte_slows_compute_down_is_paid_where_it_is_issued() -> None:
+    timeline = replay(backward(SLOW._replace(issue_s_per_byte=0.05)), Schedule((), (Timed((0, 1, 2), 3, 3),)))
+    assert timeline.seconds == pytest.approx(9.0 + 30 * 0.05 + 4.0)
 
 
 def test_gradients_take_memory_until_they_are_reduced() -> None:

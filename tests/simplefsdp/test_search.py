@@ -17,7 +17,7 @@ from inductor_passes.collectives import BUCKET, MARK
 from simplefsdp import BucketPlan, HardwareProfile, manual_plan, simple_fsdp
 from simplefsdp.backend import parse_options
 from simplefsdp.hardware import flat, save
-from simplefsdp.search import parse_bytes, resident_bytes
+from simplefsdp.search import parse_bytes
 from tests.graphs import capture
 from tests.models import batch, tiny_llama, train
 from tests.ranks import Ranks, fake_group
@@ -205,14 +205,6 @@ def test_a_saved_plan_is_accepted_again(tmp_path: Path, shape: tuple[int, ...]) 
         torch._dynamo.reset()
         torch.compile(model, backend="simplefsdp", options=options)(torch.ones(2, 8)).backward()
         assert all(param.grad is not None for param in model.parameters())
-
-
-@pytest.mark.usefixtures("one_of_four")
-def test_what_is_not_trained_has_no_optimizer_state() -> None:
-    weight = next(simple_fsdp(nn.Linear(6, 10, bias=False)).parameters())
-    info = weight.simple_fsdp_info
-    assert resident_bytes(info, torch.float32, trained=True) == 3 * 6 * (4 + 8)
-    assert resident_bytes(info, torch.bfloat16, trained=False) == 3 * 6 * 2
 
 
 def _same_training(lowering: str, tolerance: float) -> None:

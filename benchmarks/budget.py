@@ -1,0 +1,144 @@
+"""What a memory budget costs: ``plan="auto"`` under budgets from the least that a step can do with to all it would use.
+
+    python -m benchmarks.budget                # the bandwidth-bound scenario of benchmarks.overlap, three minutes
+
+Predicted step and peak of each plan, and what was measured in a rehearsal; peaks as in ``benchmarks.overlap``. Writes
+Markdown, JSON and a chart to benchmarks/results/.
+"""
+
+import argparse
+import json
+import logging
+import re
+import statistics
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from benchmarks.overlap import RESULTS, SCENARIOS, Predictions, machine
+from simplefsdp import llama, rehearsal
+from simplefsdp.calibrate import calibrate
+from simplefsdp.rehearsal.systems import Parallelism, ours
+from simplefsdp.rehearsal.trial import Trial, Workload, fresh_compile_cache, measure
+
+
+def run(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
+    scenario = SCENARIOS[name]
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    profile = calibrate(torch.device("cpu"), scenario.network)
+    log, predictions = logging.getLogger("simplefsdp"), Predictions()
+    log.addHandler(predictions)
+    log.setLevel(logging.INFO)
+    with rehearsal.world(scenario.ranks, scenario.network) as world:
+        mesh = init_device_mesh("cpu", (scenario.ranks,), mesh_dim_names=("shard",))
+        workload = Workload(
+            lambda: llama.build("debug", **scenario.model),
+            batch=1,
+            seq=scenario.seq,
+            vocab_size=llama.CONFIGS["debug"].vocab_size,
+            device=torch.device("cpu"),
+            parallelism=Parallelism(mesh, MixedPrecisionPolicy(), True, profile),
+        )
+
+        def trial(budget: int | None) -> Trial:
+            with fresh_compile_cache():
+                made = Trial(str(budget), ours("auto", budget=budget), workload, world)
+                for _ in range(2):
+                    made.step(scenario.network)
+            return made
+
+        try:
+            trial(1)
+        except Exception as error:  # Dynamo's, around ours
+            found = re.search(r"needs at least (\d+) bytes", str(error))
+            if found is None:
+                raise
+            least = int(found[1])
+        torch._dynamo.reset()
+        trials, predicted = [trial(None)], [predictions.found[-1]]
+        most = predicted[0].peak_bytes
+        for i in reversed(range(count)):
+            trials.append(trial(least + (most - least) * i // count))
+            predicted.append(predictions.found[-1])
+        results = measure(trials, scenario.network, rounds, lambda: None)
+    return [
+        {
+            "budget": None if trial.name == "None" else int(trial.name),
+            "predicted_s": prediction.step_s,
+            "step_s": result.step_s,
+            "relative": statistics.median(a / b for a, b in zip(result.steps_s, results[0].steps_s, strict=True)),
+            "predicted_peak": prediction.peak_bytes,
+            "peak": result.peak_bytes,
+            "collectives": result.collectives,
+        }
+        for trial, prediction, result in zip(trials, predicted, results, strict=True)
+    ]
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    lines = [
+        "| budget, MiB | predicted peak | measured peak | predicted step, ms | measured step, ms "
+        "| step / without a budget | collectives |",
+        "|" + "---|" * 7,
+    ]
+    for row in found:
+        cells = [
+            "none" if row["budget"] is None else f"{row['budget'] / 2**20:.1f}",
+            f"{row['predicted_peak'] / 2**20:.1f}",
+            f"{row['peak'] / 2**20:.1f}",
+            f"{1e3 * row['predicted_s']:.1f}",
+            f"{1e3 * row['step_s']:.1f}",
+            f"{row['relative']:.3f}",
+            str(row["collectives"]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def chart(found: list[dict[str, Any]], title: str, path: Path) -> None:
+    from matplotlib import pyplot
+
+    budgets = [(row["budget"] or row["predicted_peak"]) / 2**20 for row in found]
+    figure, (time, memory) = pyplot.subplots(1, 2, figsize=(10, 3.6))
+    for panel, unit, predicted, measured in (
+        (time, 1e-3, "predicted_s", "step_s"),
+        (memory, 2**20, "predicted_peak", "peak"),
+    ):
+        panel.plot(budgets, [row[predicted] / unit for row in found], "o--", color="#9aa5b1", label="predicted")
+        panel.plot(budgets, [row[measured] / unit for row in found], "o-", color="#d9534f", label="measured")
+        panel.set_xlabel("budget, MiB")
+    memory.plot(budgets, budgets, color="black", linewidth=1, label="budget")
+    time.set_ylabel("ms a step")
+    memory.set_ylabel("peak, MiB")
+    memory.legend(fontsize="small")
+    figure.suptitle(title, fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.budget", description=__doc__.splitlines()[0])
+    parser.add_argument("--scenario", default="bandwidth", choices=[n for n, s in SCENARIOS.items() if not s.hybrid])
+    parser.add_argument("--budgets", type=int, default=6, help="how many")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    label = machine()
+    found = run(args.scenario, args.budgets, args.rounds)
+    args.out.mkdir(parents=True, exist_ok=True)
+    stem = args.out / f"budget-torch{torch.__version__.split('+')[0]}"
+    text = f"# Budget\n\n{label}. `python -m benchmarks.budget`, scenario {args.scenario}.\n\n{table(found)}\n"
+    stem.with_name(stem.name + ".md").write_text(text)
+    stem.with_name(stem.name + ".json").write_text(json.dumps({"machine": label, "budgets": found}, indent=1) + "\n")
+    chart(found, f"{args.scenario}: {label}", stem.with_name(stem.name + ".png"))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What a plan is predicted to take, before it is run: time, exposed communication and memory of a step."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+
+from inductor_passes.timeline import Half, bound, replay, scheduled
+
+from .hardware import HardwareProfile
+from .plan import BucketPlan
+from .sharding import ShardedParameter
+
+
+class State(NamedTuple):
+    """What a step holds and does of parameters outside of its graphs, on the rank that has most."""
+
+    parameters: int = 0
+    """How many."""
+    resident_bytes: int = 0
+    """Of their shards and the optimizer's state."""
+    updated_bytes: int = 0
+    """That the optimizer reads and writes."""
+
+
+def state_of(parameters: Iterable[tuple[ShardedParameter, torch.dtype, bool]]) -> State:
+    """Of parameters, with the dtype of their shards and whether they are trained, by Adam with two float32 moments:
+    it reads the shard, its gradient and both moments, and writes the shard and both."""
+    count = resident = updated = 0
+    for info, dtype, trained in parameters:
+        numel = _shard_numel(info)
+        count += 1
+        resident += numel * (dtype.itemsize + (_MOMENTS_BYTES if trained else 0))
+        updated += numel * (3 * dtype.itemsize + 2 * _MOMENTS_BYTES) if trained else 0
+    return State(count, resident, updated)
+
+
+_MOMENTS_BYTES = 8
+"""For each element of a shard."""
+
+
+def _shard_numel(info: ShardedParameter) -> int:
+    comm = info.communication
+    numel = math.prod(comm.shape)
+    if comm.dim is None or comm.shard_group is None or not numel:
+        return numel
+    rows = comm.shape[comm.dim]
+    return numel // rows * -(-rows // comm.shard_group.ranks)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds and bytes of one step, of what is in its forward and backward graph and of their parameters."""
+
+    plan: str
+    """``BucketPlan.hash``."""
+    profile: str
+    forward_s: float
+    backward_s: float
+    outside_s: float
+    """Guards and the optimizer, but not what else there is between the graphs: a loss of its own, a data loader."""
+    exposed_s: float
+    """Of both graphs, that compute waits for communication."""
+    bound_s: float
+    """Both graphs take no less than this under any plan."""
+    peak_bytes: int
+    resident_bytes: int
+    """Of the peak: shards and the optimizer's state."""
+
+    @property
+    def step_s(self) -> float:
+        return self.forward_s + self.backward_s + self.outside_s
+
+    @property
+    def gap(self) -> float:
+        """How much longer both graphs take than the bound, as a part of it."""
+        return (self.forward_s + self.backward_s) / self.bound_s - 1 if self.bound_s else 0.0
+
+    def to_json(self) -> str:
+        return json.dumps({**asdict(self), "step_s": self.step_s, "gap": self.gap}, indent=1) + "\n"
+
+    def __str__(self) -> str:
+        return (
+            f"{1e3 * self.step_s:.1f} ms a step, of which {1e3 * self.exposed_s:.1f} exposed communication; "
+            f"{100 * self.gap:.1f} % above the least that any plan takes in its graphs; peak "
+            f"{self.peak_bytes / 2**30:.2f} GiB"
+        )
+
+
+def predict(plan: BucketPlan, halves: Sequence[Half], state: State, profile: HardwareProfile) -> Prediction:
+    """What ``plan`` takes on a forward and a backward graph; an optimizer's step belongs to those with a backward."""
+    forward, backward = halves
+    first = replay(forward, scheduled(forward, plan.forward, ()))
+    second = replay(backward, scheduled(backward, plan.backward, plan.reductions))
+    outside = profile.parameter_s * state.parameters + profile.memory_s(state.updated_bytes)
+    return Prediction(
+        plan.hash,
+        profile.name,
+        first.seconds,
+        second.seconds,
+        outside if backward.seconds else 0.0,
+        first.exposed + second.exposed,
+        bound(forward) + bound(backward),
+        state.resident_bytes + max(first.peak, second.peak),
+        state.resident_bytes,
+    )
