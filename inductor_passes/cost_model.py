@@ -266,7 +266,10 @@ def half(graph: Graph, profile: Profile, given: Collection[str] = ()) -> Half:
         (fqn,) = gather.fqns
         nbytes = _nbytes(gather.node) + (gathered[fqn].nbytes if fqn in gathered else 0)  # gathered in two ways
         last = len(steps) if fqn in outlives else step_of(at.last_use.get(fqn, at.use[fqn]))
-        gathered[fqn] = Gather(fqn, _gather_kind(gather, profile), nbytes, slot[at.use[fqn]], last)
+        # Where rows do not divide, only some ranks pad theirs, but all must agree.
+        uneven = any(user.target is _aten.slice.Tensor for user in gather.wait.users)
+        prepared = _nbytes(gather.input) if uneven or storage(gather.input).op != "placeholder" else 0
+        gathered[fqn] = Gather(fqn, _gather_kind(gather, profile), nbytes, slot[at.use[fqn]], last, prepared)
     reduced = [
         Reduction(
             reduction.fqns[0],
@@ -312,4 +315,4 @@ def _kind(profile: Profile, kind: str, group: str, parts: int, then: Kind | None
     copy = 2 * profile.memory_s(_COPIED) / _COPIED
     issue = profile.collective_launch_s + profile.contention * alpha
     lost = profile.contention * rate + profile.collective_s_per_byte / parts
-    return Kind(group, alpha, rate, issue, copy, lost, then, name)
+    return Kind(group, alpha, rate, issue, copy, 1 / len(ranks), lost, then, name)

@@ -8,10 +8,10 @@
 Compute is a chain of steps that nobody reorders. In the slot before each and behind the last, collectives are issued
 and awaited as ``order.py`` does it: what is due from earlier slots, then the reductions that are issued here, each with
 what is due of it at once, then gathers. Reductions that name no point are awaited at the end, behind all slots.
-Collectives of one process group run one after the other, in the order in which they are issued.
-A gather's memory is in use from its issue until the last step that reads the weight, a reduction's from the step that
-makes the gradient until the reduction is awaited. A bucket of several members is packed or unpacked by copies, which
-take compute time and, while they run, as many bytes again.
+Collectives of one process group run one after the other, in the order in which they are issued. A gather's memory is in
+use from its issue until the last step that reads the weight, and what was packed for it until it is awaited; a
+reduction's from the step that makes the gradient until the reduction is awaited. A bucket of several members is packed
+and unpacked by copies, which take compute time and, while they run, as many bytes again.
 """
 
 import math
@@ -35,7 +35,9 @@ class Kind(NamedTuple):
     issue_s: float = 0.0
     """Compute time that is lost by issuing and awaiting one."""
     copy_s_per_byte: float = 0.0
-    """Compute time of unpacking a bucket's weights, or of packing its gradients."""
+    """Compute time of unpacking a bucket's weights, or of packing its gradients or shards."""
+    shard: float = 0.0
+    """Part of the whole tensor that one rank has: shards of several members are packed before they are gathered."""
     issue_s_per_byte: float = 0.0
     """More of that for each byte: compute is slower meanwhile."""
     then: "Kind | None" = None
@@ -56,6 +58,8 @@ class Gather(NamedTuple):
     """The first step that reads it; the number of steps if none does."""
     last: int
     """The last step that reads it; the number of steps if it outlives the graph."""
+    prepared: int = 0
+    """Bytes of what is made of the shard to be gathered alone: cast or padded; 0 if it is gathered as it is."""
 
 
 class Reduction(NamedTuple):
@@ -118,6 +122,8 @@ class Span(NamedTuple):
     finished: float
     awaited: float = math.inf
     """When the wait for it began, which ended then, or when the collective had finished; infinite: not yet."""
+    held: int = 0
+    """Bytes that are in use until then: what was packed or prepared to be gathered."""
 
 
 class Timeline(NamedTuple):
@@ -166,8 +172,11 @@ class Replay:
         flights = []
         for kind, alike in _by_kind(self.half.gathers[i] for i in members).items():
             nbytes = sum(gather.nbytes for gather in alike)
+            held = round(nbytes * kind.shard) if len(alike) > 1 else alike[0].prepared
+            self._use(held)
+            self.clock += held * kind.copy_s_per_byte
             self._use(nbytes)
-            flights.append(self._issue(kind, tuple(gather.fqn for gather in alike), nbytes))
+            flights.append(self._issue(kind, tuple(gather.fqn for gather in alike), nbytes, held))
         return flights
 
     def issue_reductions(self, members: Iterable[int]) -> list[Span]:
@@ -182,6 +191,7 @@ class Replay:
 
     def await_gather(self, flight: Span) -> None:
         self._wait(flight)
+        self.alive -= flight.held
         if len(flight.fqns) > 1:
             self._copy(flight.kind, flight.nbytes)
 
@@ -210,11 +220,11 @@ class Replay:
         memory = tuple(self._memory)
         return Timeline(self.clock, self.exposed, max(memory), tuple(self._starts), memory, tuple(self._spans))
 
-    def _issue(self, kind: Kind, fqns: tuple[str, ...], nbytes: int) -> Span:
+    def _issue(self, kind: Kind, fqns: tuple[str, ...], nbytes: int, held: int = 0) -> Span:
         self.clock += kind.issue_s + nbytes * kind.issue_s_per_byte
         started = max(self.clock, self.free.get(kind.channel, 0.0))
         finished = self.free[kind.channel] = started + kind.seconds(nbytes)
-        return Span(kind, fqns, nbytes, self.clock, started, finished)
+        return Span(kind, fqns, nbytes, self.clock, started, finished, held=held)
 
     def _wait(self, flight: Span) -> None:
         self._spans.append(flight._replace(awaited=self.clock))

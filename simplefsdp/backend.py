@@ -49,6 +49,7 @@ from inductor_passes.recompute import tag
 from inductor_passes.report import Report
 
 from ._messages import unknown
+from .devices import built_in, is_built_in
 from .hardware import HardwareProfile, load_profile
 from .plan import BucketPlan, Uses
 from .prediction import State, predict, state_of
@@ -61,6 +62,7 @@ log = logging.getLogger("simplefsdp")
 
 _PLANS = ("auto", "greedy", "block", "none")
 _LOWERINGS = ("inductor", "aot_eager")
+_CALIBRATE = "`torchrun ... -m simplefsdp.cli calibrate` with as many ranks"
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,15 @@ class Options:
     plan: "str | Path | Request | BucketPlan" = "auto"
     """``"block"``: one bucket per repeated block, one for what precedes the first and one for what follows the last,
     gathered one bucket ahead and awaited one bucket later. ``"none"``: no buckets, nothing moved: TorchInductor as it
-    is. ``"auto"``: the shortest predicted step, and ``"greedy"``: the paper's auto-wrapping, both with ``profile``;
-    without one ``"auto"`` is ``"block"``. Or ``manual_plan([...])``, a ``BucketPlan``, or the path of one's JSON, which
-    ends in ``.json``."""
+    is. ``"auto"``: the shortest predicted step, and ``"greedy"``: the paper's auto-wrapping, both with ``profile`` or
+    with what ``simplefsdp.calibrate`` measured here; without either ``"auto"`` is ``"block"``. Or
+    ``manual_plan([...])``, a ``BucketPlan``, or the path of one's JSON, which ends in ``.json``."""
     memory_budget: int | str | None = None
     """Bytes, or as ``"60GiB"``, that the predicted peak of a step must not pass: parameters, gradients, two moments of
     an optimizer in float32, and what the graphs hold. ``None``: no limit."""
     profile: HardwareProfile | str | Path | None = None
-    """Of the device and the network, or the path of its JSON. With one, what a plan is predicted to take is logged."""
+    """Of the device and the network, the path of its JSON, or the name of one that is built in
+    (``"h200/h100-8-nodes"``). With one, what a plan is predicted to take is logged."""
     report_dir: str | None = None
     """Folder for the plan, the prediction and the graphs before and after each pass, as text, written by rank 0: while
     compiling, or, where the compile cache has the graph, when it first runs."""
@@ -130,18 +133,25 @@ def _check_plan(plan: Any) -> None:
 def _check_search(options: Options) -> None:
     profile = options.profile
     if profile is not None and not isinstance(profile, HardwareProfile | str | Path):
-        raise TypeError(f"option 'profile': expected a HardwareProfile or the path of one, found {profile!r}")
-    if options.plan == "greedy" and profile is None:
-        raise ValueError("option 'plan'='greedy': needs option 'profile'")
+        raise TypeError(f"option 'profile': expected a HardwareProfile, the path of one or a name, found {profile!r}")
     if options.memory_budget is not None:
         parse_bytes(options.memory_budget)
-        if options.plan not in SEARCHED or profile is None:
-            raise ValueError("option 'memory_budget': needs plan='auto' or 'greedy', and option 'profile'")
+        if options.plan not in SEARCHED:
+            raise ValueError("option 'memory_budget': needs plan='auto' or 'greedy'")
 
 
-def _profile(options: Options) -> HardwareProfile | None:
+def _profile(options: Options, device: torch.device) -> HardwareProfile | None:
+    """The one that is given, or where one is needed, what was measured here."""
     profile = options.profile
-    return profile if profile is None or isinstance(profile, HardwareProfile) else load_profile(profile)
+    if isinstance(profile, HardwareProfile):
+        return profile
+    if profile is None and options.plan in SEARCHED and dist.is_initialized():
+        from .calibrate import kept_with_network  # imports this module
+
+        profile = kept_with_network(device, dist.get_world_size())
+    if profile is None:
+        return None
+    return built_in(profile) if isinstance(profile, str) and is_built_in(profile) else load_profile(profile)
 
 
 def _requested(options: Options, profile: HardwareProfile | None) -> Request | Search | BucketPlan | None:
@@ -152,6 +162,11 @@ def _requested(options: Options, profile: HardwareProfile | None) -> Request | S
         return None
     if plan in SEARCHED and profile is not None:
         return Search(str(plan), profile, None if budget is None else parse_bytes(budget))
+    if plan == "greedy" or budget is not None:
+        asked = "'plan'='greedy'" if plan == "greedy" else "'memory_budget'"
+        raise ValueError(f"option {asked}: needs option 'profile', or {_CALIBRATE} before")
+    if plan == "auto":
+        _say_what_auto_is()
     if plan in _PLANS:
         return BLOCK
     return BucketPlan.load(plan)
@@ -171,8 +186,6 @@ def simplefsdp(
 ) -> Callable[..., Any]:
     """Compile one graph that Dynamo captured. ``options``: see ``Options``; errors: see ``parse_options``."""
     parsed = parse_options(options)
-    if parsed.plan == "auto" and parsed.profile is None:
-        _say_what_auto_is()
     _refuse_changed_weights(gm, example_inputs)
     passes = passes_for(example_inputs, parsed, [node.name for node in gm.graph.nodes])
     if parsed.lower_with == "aot_eager":
@@ -359,7 +372,8 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
     # Two models in one graph may use the same FQNs.
     models: list[ShardedModel] = list(dict.fromkeys(info.model for info in found.values()))
     prefix = {model: f"model{i}:" if len(models) > 1 else "" for i, model in enumerate(models)}
-    profile = _profile(options)
+    values = [example_inputs[index] for index in found]
+    profile = _profile(options, values[0].device if values else torch.device("cpu"))
     request = _requested(options, profile)
     wrap = BLOCK if isinstance(request, Search) else request
     buckets = [
@@ -399,8 +413,7 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
         graph = repr((nodes, shapes_of_inputs, torch.is_grad_enabled()))
         report = Report(hashlib.sha256((key + graph).encode()).hexdigest(), folder)
     groups = dict.fromkeys(group.name for info in found.values() for group in info.communication.groups)
-    values = {index: example_inputs[index] for index in found}
-    state = state_of((info, values[i].dtype, values[i].requires_grad) for i, info in found.items())
+    state = state_of((i, v.dtype, v.requires_grad) for i, v in zip(found.values(), values, strict=True))
     names = tuple(groups)
     return Passes(params, request, tuple(buckets), tuple(parameters), about, names, state, profile, key, report)
 
@@ -460,4 +473,7 @@ def _source_hash() -> bytes:
 
 @functools.cache
 def _say_what_auto_is() -> None:
-    log.warning("plan='auto' means 'block' without option 'profile'; pass options={'plan': 'block'} to silence this")
+    log.warning(
+        "plan='auto' means 'block' without option 'profile', or %s before; options={'plan': 'block'} silences this",
+        _CALIBRATE,
+    )

@@ -1,4 +1,10 @@
-"""Measure what this device reaches: a ``HardwareProfile``."""
+"""Measure what this device reaches, and under torchrun the network between its ranks: a ``HardwareProfile``.
+
+    simplefsdp calibrate --network h100-8-nodes --out profile.json
+    torchrun --nproc-per-node 2 -m simplefsdp.cli calibrate
+
+What was measured with its network is kept, and ``plan="auto"`` finds it where as many ranks train on such a device.
+"""
 
 import argparse
 import json
@@ -8,7 +14,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from . import rehearsal
 from .api import simple_fsdp
 from .hardware import Curve, HardwareProfile, Network, flat, load_profile, network, save
+from .sweep import Fit, measure_network
 from .wrap import manual_plan
 
 _c10d = torch.ops._c10d_functional
@@ -35,12 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     add("--threads", type=int, default=1, help="of compute on cpu")
-    add("--network", default="cpu-bandwidth", help="name or JSON file of the network between such devices")
+    add("--network", help="name or JSON file of the network between such devices (default: measured, under torchrun)")
     add("--out", type=Path, help="JSON file for the profile (default: where this user's profiles are kept)")
 
 
 def run(args: argparse.Namespace) -> None:
     """``simplefsdp calibrate``: measure this device, print the profile, and keep it.
+
+    Under torchrun all ranks measure at once, as they train; the numbers of rank 0 count, and a rank of each node keeps
+    them.
 
     Raises:
         ValueError: an argument is not valid; names it.
@@ -49,23 +59,51 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--threads: expected a positive number, found {args.threads}")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device: cuda, but torch sees no GPU here")
-    chosen = network(args.network)
+    ranks, local_rank, local_ranks = (
+        int(os.environ.get(name, value))
+        for name, value in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+    )
+    if args.network is None and ranks == 1:
+        raise ValueError("--network: missing (it is measured under torchrun, with several ranks)")
     torch.set_num_threads(args.threads)
-    device = torch.device(args.device)
-    path = args.out or _kept_at(device)
-    profile = calibrate(device, chosen)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save(profile, path)
+    device = torch.device(args.device, local_rank) if args.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    path = args.out or _kept_at(device, ranks if args.network is None else 1)
+    profile = calibrate(device, network(args.network or "cpu-bandwidth"))
+    fits: dict[str, dict[str, Fit]] = {}
+    if ranks > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if args.network is None:
+            measured, fits = measure_network(device, local_ranks)
+            profile = replace(profile, network=measured)
+        of_rank_0 = [profile]
+        dist.broadcast_object_list(of_rank_0)
+        profile = of_rank_0[0]
+        dist.destroy_process_group()
+    if local_rank == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(profile, path)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print("\n".join([*_lines(profile, fits), f"kept in {path}"]))
+
+
+def _lines(profile: HardwareProfile, fits: Mapping[str, Mapping[str, Fit]]) -> Iterator[str]:
     for kind in ("matmul", "attention"):
         for dtype, curve in getattr(profile, kind).items():
             rates = ", ".join(f"{rate / 1e9:.0f} at {size:.0e}" for size, rate in curve)
-            print(f"{kind}, {dtype}, GFLOP/s by operations: {rates}")
-    print("memory, GB/s by bytes: " + ", ".join(f"{rate / 1e9:.1f} at {size:.0e}" for size, rate in profile.memory))
-    print(
+            yield f"{kind}, {dtype}, GFLOP/s by operations: {rates}"
+    yield "memory, GB/s by bytes: " + ", ".join(f"{rate / 1e9:.1f} at {size:.0e}" for size, rate in profile.memory)
+    yield (
         f"a kernel: {1e6 * profile.launch_s:.1f} us, a collective: {1e6 * profile.collective_launch_s:.1f} us and "
         f"{1e12 * profile.collective_s_per_byte:.0f} us a MB, a parameter: {1e6 * profile.parameter_s:.1f} us a step"
     )
-    print(f"kept in {path}")
+    for level, found in fits.items():
+        for kind, (alpha, per_byte, error) in found.items():
+            yield (
+                f"{kind}, {level} nodes: {1e6 * alpha:.0f} us and {1e-9 / per_byte:.2f} GB/s, within {error:.0%} of "
+                "what all sizes took"
+            )
 
 
 def kept(device: torch.device, network: Network) -> HardwareProfile:
@@ -77,14 +115,22 @@ def kept(device: torch.device, network: Network) -> HardwareProfile:
     return replace(load_profile(path), network=network)
 
 
-def _kept_at(device: torch.device) -> Path:
-    """Another file for what may change the numbers."""
+def kept_with_network(device: torch.device, ranks: int) -> Path | None:
+    """The file of what ``torchrun -m simplefsdp.cli calibrate`` measured here with so many ranks, if it has."""
+    path = _kept_at(device, ranks)
+    return path if ranks > 1 and path.exists() else None
+
+
+def _kept_at(device: torch.device, ranks: int = 1) -> Path:
+    """Another file for what may change the numbers. ``ranks``: between which the network was measured."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "simplefsdp"
     if device.type == "cuda":
         what = torch.cuda.get_device_name(device)
     else:
         what = f"cpu {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads"
-    return folder / re.sub(r"[^\w.]+", "-", f"profile {_VERSION} {what} torch {torch.__version__}.json")
+    with_network = f" {ranks} ranks" if ranks > 1 else ""
+    name = f"profile {_VERSION} {what} torch {torch.__version__}{with_network}.json"
+    return folder / re.sub(r"[^\w.]+", "-", name)
 
 
 def calibrate(device: torch.device, network: Network) -> HardwareProfile:

@@ -1,4 +1,5 @@
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,9 @@ from tests.ranks import Ranks, fake_group
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What was calibrated on this machine would change what plan="auto" is. Processes of tests inherit it.
+_cache = tempfile.TemporaryDirectory()
+os.environ["XDG_CACHE_HOME"] = _cache.name
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 
 from inductor_passes.timeline import Gather, Half, Kind, Reduction
 
+_PREPARED = st.sampled_from([0, 0, 1])
 _SECONDS = st.sampled_from([0.2, 1.0, 2.0, 5.0])
 
 
@@ -19,6 +20,7 @@ def halves(draw: st.DrawFn, gathers: int, reductions: int, channels: int = 1) ->
         st.sampled_from([0.1, 1.0, 3.0]),
         st.sampled_from([0.0, 0.05]),
         st.sampled_from([0.0, 0.1, 0.5]),
+        st.sampled_from([0.0, 0.5]),
         st.sampled_from([0.0, 0.0, 0.2]),
     )
     kinds = [Kind(str(channel), *draw(cost)) for channel in range(channels)]
@@ -37,7 +39,7 @@ def halves(draw: st.DrawFn, gathers: int, reductions: int, channels: int = 1) ->
         tuple(draw(st.integers(0, 4)) for _ in range(steps)),
         tuple(draw(st.integers(0, 2)) for _ in range(steps + 1)),
         tuple(
-            Gather(f"g{i}", draw(kind), draw(size), use, min(steps, use + draw(st.integers(0, 1))))
+            Gather(f"g{i}", draw(kind), draw(size), use, min(steps, use + draw(st.integers(0, 1))), draw(_PREPARED))
             for i, use in enumerate(uses)
         ),
         tuple(

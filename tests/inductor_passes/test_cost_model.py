@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 from inductor_passes.cost_model import costs, half
@@ -27,7 +28,7 @@ class Rates:
     collective_s_per_byte: float = 0.125
 
     def compute_s(self, kind: str, dtype: torch.dtype, flops: float) -> float:
-        assert dtype is torch.float32
+        assert dtype in (torch.float32, torch.bfloat16)
         return flops * {"matmul": 1.0, "attention": 10.0}[kind]
 
     def memory_s(self, nbytes: float) -> float:
@@ -90,6 +91,7 @@ def test_gathers_and_reductions_of_both_halves() -> None:
     # Of the collective's own second a quarter, and of the hundredth for each byte, besides what each byte takes anyway.
     found = up.kind.issue_s, up.kind.issue_s_per_byte, up.kind.copy_s_per_byte
     assert found == pytest.approx((0.5 + 0.25, 0.25 * 0.01 + 0.125, 0.002))
+    assert (up.kind.shard, up.prepared) == (0.25, 0)
     assert backward.reductions[0].kind.seconds(100) == pytest.approx(4.0)
     # In its own step each weight is read for the last time.
     assert [(g.use, g.last) for g in forward.gathers] == [(up.use, up.use), (down.use, down.use)]
@@ -164,6 +166,15 @@ def test_rows_that_do_not_divide_give_every_rank_the_same() -> None:
             found.append(halves(nn.Linear(6, 5), torch.ones(4, 6)))
         torch.distributed.init_process_group("fake", rank=0, world_size=4)
     assert found[0] == found[1]
+    # Two rows of six are gathered from each rank, and two numbers of the bias; some ranks have to pad.
+    assert {gather.fqn: gather.prepared for gather in found[0][0].gathers} == {"weight": 2 * 6 * 4, "bias": 2 * 4}
+
+
+def test_what_is_cast_to_be_gathered_is_there_until_it_is() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    forward, _ = halves(Attends(), torch.ones(1, 2, 4, 8, dtype=torch.bfloat16), mp_policy=policy)
+    (gather,) = forward.gathers
+    assert (gather.nbytes, gather.prepared) == (8 * 8 * 2, 8 * 8 * 2 // 4)
 
 
 def test_lengths_that_are_not_fixed_count_as_the_first_and_set_no_guard() -> None:

@@ -68,6 +68,19 @@ def test_a_bucket_costs_one_alpha_and_a_copy_that_takes_its_bytes_again() -> Non
     assert timeline.memory == (max(50 + 60, 100 + 30), 200 + 30, 300 + 20, 80 + 10)
 
 
+def test_what_is_packed_or_prepared_takes_time_and_memory_until_the_gather_is_awaited() -> None:
+    kind = SLOW._replace(copy_s_per_byte=0.1, shard=0.5)
+    a, b, c = forward(kind).gathers
+    half = forward()._replace(gathers=(a, b, c._replace(prepared=7)))
+    timeline = replay(half, Schedule((Timed((0, 1), 0, 1), Timed((2,), 1, 2)), ()))
+    # Half of both weights is packed, 10 bytes in a second; 20 are unpacked in two. What is made of c's shard takes 0.7.
+    assert timeline.starts == pytest.approx((1.0, 4.0 + 0.7 + 2.0, 9.7, 12.7))
+    assert timeline.memory == (100 + 20 + 10, 200 + 20 + 10 + 7, 300 + 20, 80 + 10)
+    one, other = timeline.spans
+    assert (one.issued, one.finished, one.held) == pytest.approx((1.0, 4.0, 10))
+    assert (other.issued, other.finished, other.held) == pytest.approx((4.7, 6.7, 7))
+
+
 def test_collectives_of_one_group_follow_each_other_those_of_two_do_not() -> None:
     both = Schedule((Timed((0,), 0, 0), Timed((1,), 0, 1), Timed((2,), 0, 2)), ())
     a, b, c = forward().gathers

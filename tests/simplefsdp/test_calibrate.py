@@ -1,11 +1,21 @@
+import logging
+import os
+import socket
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
-from simplefsdp import calibrate, cli
+from simplefsdp import calibrate, cli, simple_fsdp
 from simplefsdp.hardware import load_profile, network
+from simplefsdp.prediction import Prediction
+from tests.models import batch, tiny_llama
+from tests.simplefsdp.test_search import PROFILE
 
 
 def test_the_command_measures_this_device_and_keeps_it(
@@ -35,6 +45,7 @@ def test_the_command_measures_this_device_and_keeps_it(
     ("arguments", "message"),
     [
         ("--threads 0", "--threads: expected a positive number, found 0"),
+        ("--device cpu", "--network: missing \\(it is measured under torchrun"),
         ("--network cpu-latencies", "unknown network 'cpu-latencies'; did you mean 'cpu-latency'"),
         pytest.param(
             "--device cuda",
@@ -47,3 +58,40 @@ def test_bad_input_is_named(arguments: str, message: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "argv", ["simplefsdp", "calibrate", *arguments.split()])
     with pytest.raises(SystemExit, match=f"simplefsdp calibrate: .*{message}"):
         cli.main()
+
+
+def _as_torchrun_would(rank: int, cache: str, port: str) -> None:
+    """Calibrate, but for the device itself; then compile with ``plan="auto"``, and with as many threads as another."""
+    torch.set_num_threads(1)
+    os.environ |= {"XDG_CACHE_HOME": cache, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
+    with (
+        mock.patch.object(sys, "argv", ["simplefsdp", "calibrate", "--device", "cpu"]),
+        mock.patch.object(calibrate, "calibrate", return_value=PROFILE),
+    ):
+        cli.main()
+    dist.init_process_group("gloo")
+    logged: list[Any] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record)  # type: ignore[method-assign]
+    log = logging.getLogger("simplefsdp")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    model = simple_fsdp(tiny_llama())
+    torch.compile(model, backend="simplefsdp", options={"lower_with": "aot_eager"})(*batch(0, 0)).backward()
+    (prediction,) = (arg for record in logged for arg in record.args or () if isinstance(arg, Prediction))
+    assert prediction.profile == "test"
+    dist.destroy_process_group()
+
+
+def test_under_torchrun_the_network_is_measured_and_auto_finds_the_profile(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    mp.spawn(_as_torchrun_would, (str(tmp_path), port), nprocs=2)
+    (path,) = (tmp_path / "simplefsdp").iterdir()
+    assert path.name.endswith("2-ranks.json")
+    profile = load_profile(path)
+    assert profile.matmul == PROFILE.matmul
+    assert profile.network.name == "measured"
+    assert (profile.network.ranks_per_node, profile.network.nodes) == (2, 1)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes.collectives import BUCKET, MARK
 from simplefsdp import BucketPlan, HardwareProfile, manual_plan, simple_fsdp
-from simplefsdp.backend import parse_options
+from simplefsdp.backend import parse_options, passes_for
 from simplefsdp.hardware import flat, save
 from simplefsdp.search import parse_bytes
 from tests.graphs import capture
@@ -86,8 +86,6 @@ def test_a_budget_that_cannot_be_met_says_what_can(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("one_of_four")
 def test_what_the_plan_depends_on_is_in_the_key_and_compared(tmp_path: Path) -> None:
-    from simplefsdp.backend import passes_for
-
     model = simple_fsdp(tiny_llama())
     path = tmp_path / "profile.json"
     save(PROFILE, path)
@@ -111,11 +109,11 @@ def test_what_the_plan_depends_on_is_in_the_key_and_compared(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"plan": "greedy"}, ValueError, "option 'plan'='greedy': needs option 'profile'"),
+        ({"plan": "greedy"}, ValueError, "option 'plan'='greedy': needs option 'profile', or `torchrun"),
         (
             {"plan": "auto", "memory_budget": 1},
             ValueError,
-            "option 'memory_budget': needs plan='auto' or 'greedy', and",
+            "option 'memory_budget': needs option 'profile', or `torchrun",
         ),
         ({"plan": "block", "memory_budget": 1, "profile": PROFILE}, ValueError, "option 'memory_budget': needs plan="),
         (
@@ -123,7 +121,7 @@ def test_what_the_plan_depends_on_is_in_the_key_and_compared(tmp_path: Path) -> 
             ValueError,
             "option 'memory_budget': needs",
         ),
-        ({"profile": 3}, TypeError, "option 'profile': expected a HardwareProfile or the path of one, found 3"),
+        ({"profile": 3}, TypeError, "option 'profile': expected a HardwareProfile, the path of one or a name, found 3"),
         ({"profile": PROFILE, "memory_budget": "60 gib b"}, ValueError, "option 'memory_budget': expected bytes, as"),
         ({"profile": PROFILE, "memory_budget": -1}, ValueError, "option 'memory_budget': expected bytes, as"),
         ({"profile": PROFILE, "memory_budget": True}, ValueError, "option 'memory_budget': expected bytes, as"),
@@ -132,12 +130,10 @@ def test_what_the_plan_depends_on_is_in_the_key_and_compared(tmp_path: Path) -> 
 )
 def test_bad_options_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
-        parse_options(options)
+        passes_for([], parse_options(options))
 
 
 def test_a_profile_that_is_not_there_or_not_valid_is_named(tmp_path: Path) -> None:
-    from simplefsdp.backend import passes_for
-
     path = tmp_path / "profile.json"
     with pytest.raises(ValueError, match=r"profile file .*profile\.json: FileNotFoundError"):
         passes_for([], parse_options({"profile": str(path)}))
