@@ -174,10 +174,10 @@ def _before_cast_and_pad(node: Node) -> Node:
 
 
 def _pads_rows_with_zeros(node: Node) -> bool:
-    """And nothing else: behind the last row, not a column, and without cutting anything off."""
+    """Behind the last row (or column, see ``_gradient``), and without cutting anything off."""
     amounts = list(cast(Sequence[int], node.args[1]))
     value = node.args[2] if len(node.args) > 2 else 0
-    return bool(len(amounts) == 2 * _val(node).ndim and not any(amounts[:-1]) and amounts[-1] >= 0 and value == 0)
+    return bool(not any(amounts[:-1]) and amounts[-1] >= 0 and value == 0)
 
 
 def _gradient(node: Node, ranks: int) -> Node:

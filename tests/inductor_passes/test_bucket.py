@@ -26,13 +26,15 @@ GATHER = ("gather", [1], torch.float32, "0", 0)
 
 
 class SameOnEveryRank(Interpreter):
-    """Runs a graph as rank 0 of ``RANKS`` ranks that all hold the same values."""
+    """Runs a graph as one of ``RANKS`` ranks that all hold the same values."""
+
+    rank = 0
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is ALL_GATHER:
             return torch.cat([args[0]] * args[1])
         if target is REDUCE_SCATTER:
-            scattered = args[0].chunk(args[2])[0].clone()
+            scattered = args[0].chunk(args[2])[self.rank].clone()
             return scattered * args[2] if args[1] == "sum" else scattered
         if target is WAIT:
             return args[0]
@@ -84,7 +86,13 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
 
 
 def run(graph: Graph, inputs: list[torch.Tensor]) -> Any:
-    return SameOnEveryRank(GraphModule(nn.Module(), graph)).run(*inputs)
+    """The outputs on each rank."""
+    found = []
+    for rank in range(RANKS):
+        one = SameOnEveryRank(GraphModule(nn.Module(), graph))
+        one.rank = rank
+        found.append(one.run(*inputs))
+    return found
 
 
 SPEC = st.tuples(

@@ -188,10 +188,12 @@ def test_ordering_once_more_changes_nothing(program):
 
 def test_a_reduction_whose_result_is_needed_before_its_wait_is_an_error():
     program = Program()
-    program.gradient["a"] = 0
+    program.gradient = {"a": 0, "b": 0}
     program.computes = [program.add(reads_inputs=True)]
     _add_reduction(program, Bucket(("a",), "a", None), followed=False)
-    program.add(program.computes[0], len(program.items) - 2)
+    result = len(program.items) - 2
+    _add_reduction(program, Bucket(("b",), "b", None, place=1), followed=False)
+    program.add(program.computes[0], result)
     program.add(program.computes[0])
     with pytest.raises(PlanError, match="bucket of a"):
         order(program.items)
@@ -296,10 +298,11 @@ def test_what_is_not_in_order_is_said():
     weight = _add_gather(program, Bucket(("a",), None, "a"))["a"]
     program.add(weight, reads_inputs=True)
     check_order(program.items)
-    late = [Item(frozenset(), reads_inputs=True), *program.items]
-    moved = [late[0], *(item._replace(needs=frozenset(n + 1 for n in item.needs)) for item in late[1:])]
-    with pytest.raises(PlanError, match="at node 0 of 5 there is compute of other values, not"):
-        check_order(moved)
+    cast, *others = program.items
+    moved = [item._replace(needs=frozenset(n + (n > 0) for n in item.needs)) for item in others]
+    late = [cast, Item(frozenset(), reads_inputs=True), *moved]
+    with pytest.raises(PlanError, match="at node 1 of 5 there is compute of other values, not gather of a$"):
+        check_order(late)
 
 
 def schedule(graph) -> str:
