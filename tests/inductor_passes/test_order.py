@@ -301,7 +301,7 @@ def test_what_is_not_in_order_is_said():
     cast, *others = program.items
     moved = [item._replace(needs=frozenset(n + (n > 0) for n in item.needs)) for item in others]
     late = [cast, Item(frozenset(), reads_inputs=True), *moved]
-    with pytest.raises(PlanError, match="at node 1 of 5 there is compute of other values, not gather of a$"):
+    with pytest.raises(PlanError, match=r"at node 1 of 5 there is compute of other values, not gather of a$"):
         check_order(late)
 
 
