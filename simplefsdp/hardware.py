@@ -17,7 +17,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -151,13 +151,48 @@ def load(path: str | Path) -> Network:
 def _load(path: str | Path, what: str, make: Callable[[Any], T]) -> T:
     try:
         return make(json.loads(Path(path).read_text()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{what} file {path}: {type(error).__name__}: {error}") from error
 
 
-def _network(fields: Any) -> Network:
-    levels = {level: {kind: Link(**link) for kind, link in fields[level].items()} for level in ("inside", "between")}
-    return Network(**{**fields, **levels})
+def _parsed(made: type[T], found: Any, where: str, parsers: Mapping[str, Callable[[Any, str], Any]]) -> T:
+    """An instance of a dataclass: ``parsers`` for its fields, which are else text or numbers."""
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{where}: expected an object, found {found!r}")
+    known: Any = fields(made)  # type: ignore[arg-type]
+    names = [field.name for field in known]
+    for name in found:
+        if name not in names:
+            raise ValueError(f"{where}: " + unknown("field", name, names))
+    values = {}
+    for field in known:
+        if field.name in found:
+            values[field.name] = parsers.get(field.name, _plain)(found[field.name], f"{where}.{field.name}")
+        elif field.default is MISSING:
+            raise ValueError(f"{where}.{field.name}: missing")
+    return made(**values)
+
+
+def _plain(found: Any, where: str) -> Any:
+    is_text = where.endswith((".name", ".source"))
+    right = isinstance(found, str) if is_text else isinstance(found, int | float) and not isinstance(found, bool)
+    if not right:
+        raise ValueError(f"{where}: expected {'text' if is_text else 'a number'}, found {found!r}")
+    return found
+
+
+def _each_of(parse: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    def parsed(found: Any, where: str) -> Any:
+        if not isinstance(found, Mapping):
+            raise ValueError(f"{where}: expected an object, found {found!r}")
+        return {name: parse(value, f"{where}.{name}") for name, value in found.items()}
+
+    return parsed
+
+
+def _network(found: Any, where: str = "network") -> Network:
+    links = _each_of(lambda link, at: _parsed(Link, link, at, {}))
+    return _parsed(Network, found, where, {"inside": links, "between": links})
 
 
 def _nccl(name: str, nodes: int, source: str, inside: float, reducing: float, between: float, step: float) -> Network:
@@ -262,6 +297,8 @@ class HardwareProfile:
         for name in ("collective_launch_s", "contention", "collective_s_per_byte", "parameter_s"):
             if getattr(self, name) != 0:
                 _positive(f"profile {self.name}: {name}", getattr(self, name))
+        if self.contention >= 1:
+            raise ValueError(f"profile {self.name}: contention: expected a part, less than 1, found {self.contention}")
 
     def compute_s(self, kind: str, dtype: torch.dtype, flops: float) -> float:
         """Seconds of one ``"matmul"`` or ``"attention"`` of so many operations, without its launch.
@@ -291,13 +328,14 @@ def load_profile(path: str | Path) -> HardwareProfile:
     return _load(path, "profile", _profile)
 
 
-def _profile(fields: Any) -> HardwareProfile:
-    def curve(points: Any) -> Curve:
-        return tuple((size, rate) for size, rate in points)
+def _profile(found: Any) -> HardwareProfile:
+    def curve(points: Any, where: str) -> Curve:
+        if not isinstance(points, Sequence) or not all(isinstance(p, Sequence) and len(p) == 2 for p in points):
+            raise ValueError(f"{where}: expected a list of [size, rate], found {points!r}")
+        return tuple((_plain(size, f"{where}.size"), _plain(rate, f"{where}.rate")) for size, rate in points)
 
-    rates = {name: {dtype: curve(points) for dtype, points in fields[name].items()} for name in ("matmul", "attention")}
-    others = {"memory": curve(fields["memory"]), "network": _network(fields["network"])}
-    return HardwareProfile(**{**fields, **rates, **others})
+    parsers = {"matmul": _each_of(curve), "attention": _each_of(curve), "memory": curve, "network": _network}
+    return _parsed(HardwareProfile, found, "profile", parsers)
 
 
 def _rate(curve: Curve, size: float) -> float:

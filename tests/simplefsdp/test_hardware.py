@@ -99,11 +99,11 @@ def test_a_file_brings_a_network_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda fields: fields.pop("inside"), "KeyError: 'inside'"),
-        (lambda fields: fields.update(speed=3), "unexpected keyword argument 'speed'"),
+        (lambda fields: fields.pop("inside"), "network.inside: missing"),
+        (lambda fields: fields.update(speed=3), "network: unknown field 'speed'"),
         (lambda fields: fields["between"]["all_reduce"].update(alpha_s=0), r"between\['all_reduce'\].alpha_s"),
-        (lambda fields: fields["between"]["all_reduce"].pop("alpha_s"), "missing 1 required .* 'alpha_s'"),
-        (lambda fields: fields.update(between=7), "AttributeError"),
+        (lambda fields: fields["between"]["all_reduce"].pop("alpha_s"), "network.between.all_reduce.alpha_s: missing"),
+        (lambda fields: fields.update(between=7), "network.between: expected an object, found 7"),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_path_and_field(tmp_path: Path, change: Any, words: str) -> None:
@@ -179,14 +179,29 @@ def test_profiles_are_files(tmp_path: Path) -> None:
     assert load_profile(path) == PROFILE
     fields = json.loads(path.read_text())
     for name, value, message in (
-        ("matmul", None, "profile file .*profile.json: AttributeError"),
-        ("lunch_s", 1.0, "profile file .*unexpected keyword argument 'lunch_s'"),
-        ("network", {}, "profile file .*KeyError: 'inside'"),
+        ("matmul", None, "ValueError: profile.matmul: expected an object, found None"),
+        ("matmul", {"float32": None}, r"profile.matmul.float32: expected a list of \[size, rate\], found None"),
+        ("memory", [[1.0, 2.0, 3.0]], r"profile.memory: expected a list of \[size, rate\]"),
+        ("memory", [["a", 2.0]], "profile.memory.size: expected a number, found 'a'"),
+        ("launch_s", None, "profile.launch_s: expected a number, found None"),
+        ("launch_s", True, "profile.launch_s: expected a number, found True"),
+        ("name", 3, "profile.name: expected text, found 3"),
+        ("lunch_s", 1.0, "profile: unknown field 'lunch_s'; did you mean 'launch_s'"),
+        ("network", {}, "profile.network.name: missing"),
+        ("network", 3, "profile.network: expected an object, found 3"),
+        ("contention", 1.0, "profile mine: contention: expected a part, less than 1, found 1.0"),
     ):
         path.write_text(json.dumps(fields | {name: value}))
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=rf"profile file .*profile\.json: .*{message}"):
             load_profile(path)
-    del fields["memory"]
+    for missing in ("memory", "name", "contention"):
+        path.write_text(json.dumps({name: value for name, value in fields.items() if name != missing}))
+        with pytest.raises(ValueError, match=rf"profile file .*: profile\.{missing}: missing"):
+            load_profile(path)
+    path.write_text(json.dumps({name: value for name, value in fields.items() if name != "parameter_s"}))
+    assert load_profile(path) == PROFILE
+    network = fields["network"]
+    network["inside"]["all_gather"]["alpha"] = network["inside"]["all_gather"].pop("alpha_s")
     path.write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=r"profile file .*KeyError: 'memory'"):
+    with pytest.raises(ValueError, match=r"profile\.network\.inside\.all_gather: unknown field 'alpha'; did you mean"):
         load_profile(path)

@@ -1,0 +1,62 @@
+"""How long the planner takes: backward graphs of transformers of more and more layers, nine weights each.
+
+    python -m benchmarks.planning              # up to 126 layers, two minutes
+
+For each: seconds to search a plan without a memory budget, and under half of what that one needs beyond the least, and
+by how much the predicted time is above the lower bound.
+"""
+
+import argparse
+import time
+
+from inductor_passes.planner import auto, greedy, minimum
+from inductor_passes.timeline import Gather, Half, Kind, Reduction, bound
+
+_WEIGHTS = (8, 1, 1, 8, 28, 28, 28, 1e-3, 1e-3)
+"""Million elements of a block's, as in an 8B Llama divided by two."""
+_KIND = Kind("shard", alpha_s=1e-4, s_per_byte=1 / 45e9, issue_s=5e-6, copy_s_per_byte=1e-12, shard=1 / 64)
+
+
+def transformer(layers: int) -> Half:
+    """bf16, a second of compute for 200 layers, one of 64 ranks."""
+    sizes = [int(2e6 * million) for million in _WEIGHTS] * layers
+    count = len(sizes)
+    second = 200 * sum(_WEIGHTS) * 2e6
+    return Half(
+        tuple(size / second for size in sizes),
+        (10**9,) * count,
+        (10**9,) * (count + 1),
+        tuple(Gather(f"w{i}", _KIND, size, i, i) for i, size in enumerate(sizes)),
+        tuple(Reduction(f"w{i}", _KIND._replace(name="r"), size, i + 1, size // 64) for i, size in enumerate(sizes)),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.planning", description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", default="4,16,32,64,126")
+    args = parser.parse_args()
+    print("| layers | collectives | search, s | a 1,000 collectives | with a budget, s | above the bound | greedy's |")
+    print("|---|---|---|---|---|---|---|")
+    for layers in map(int, args.layers.split(",")):
+        half = transformer(layers)
+        began = time.perf_counter()
+        proposal = greedy(half)
+        free = auto(half, proposals=[proposal.schedule], tolerance=0.005)
+        searched = time.perf_counter() - began
+        assert free is not None
+        least = minimum(half).timeline.peak
+        budget = least + (free.timeline.peak - least) // 2
+        began = time.perf_counter()
+        assert auto(half, budget, [proposal.schedule]) is not None
+        tight = time.perf_counter() - began
+        count = len(half.gathers) + len(half.reductions)
+        above, greedys = (100 * (found.timeline.seconds / bound(half) - 1) for found in (free, proposal))
+        print(
+            f"| {layers} | {count:,} | {searched:.2f} | {1000 * searched / count:.2f} | {tight:.2f} | {above:.1f} % "
+            f"| {greedys:.1f} % |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
