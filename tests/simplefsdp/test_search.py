@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes.collectives import BUCKET, MARK
+from inductor_passes.planner import auto, greedy
+from inductor_passes.timeline import Schedule, scheduled
 from simplefsdp import BucketPlan, HardwareProfile, manual_plan, simple_fsdp
 from simplefsdp.backend import parse_options, passes_for
 from simplefsdp.hardware import flat, save
@@ -82,6 +84,35 @@ def test_a_budget_that_cannot_be_met_says_what_can(tmp_path: Path) -> None:
     assert tight.forward != planned(tmp_path / "free").forward
     with pytest.raises(Exception, match="needs at least"):
         planned(tmp_path / "under", memory_budget=least - 1)
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_auto_knows_of_block_and_greedy_and_gives_time_for_memory_without_a_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[Any, list[Schedule], float]] = []
+
+    def spy(half: Any, room: float, proposals: list[Schedule], *, tolerance: float) -> Any:
+        told.append((half, proposals, tolerance))
+        return auto(half, room, proposals, tolerance=tolerance)
+
+    monkeypatch.setattr("simplefsdp.search.auto", spy)
+    block = planned(tmp_path / "block", "block")
+    planned(tmp_path / "free")
+    planned(tmp_path / "budget", memory_budget="1GiB")
+    assert [tolerance for *_, tolerance in told] == [0.005, 0.005, 0.0, 0.0]
+    for (half, proposals, _), gathers in zip(told, [block.forward, block.backward] * 2, strict=True):
+        assert proposals == [scheduled(half, gathers, block.reductions), greedy(half).schedule]
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_greedy_under_a_budget_that_it_does_not_keep_is_what_needs_least(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="needs at least") as error:
+        planned(tmp_path / "none", "greedy", memory_budget=1)
+    least = int(re.findall(r"at least (\d+)", str(error.value))[0])
+    found = planned(tmp_path / "least", "greedy", memory_budget=least)
+    assert any(len(bucket.fqns) > 1 for bucket in planned(tmp_path / "free", "greedy").reductions)
+    assert all(len(bucket.fqns) == 1 for bucket in (*found.backward, *found.reductions))
 
 
 @pytest.mark.usefixtures("one_of_four")
