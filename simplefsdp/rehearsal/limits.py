@@ -4,11 +4,12 @@ Both start from one recorded step, best one on a network that costs nothing: wha
 compute.
 """
 
-import math
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import pairwise
 from typing import NamedTuple
+
+from inductor_passes import timeline
+from inductor_passes.timeline import Gather, Half, Kind, Reduction
 
 from ..hardware import Network
 from .group import Collective
@@ -87,37 +88,35 @@ def simulate(parts: Sequence[Part], network: Network) -> tuple[float, float]:
 
 
 def bound(parts: Sequence[Part], network: Network) -> float:
-    """Seconds that no schedule of the same parts can beat: their L1.
+    """Seconds that no schedule of the same parts can beat, one after the other: their L1 (``timeline.bound``).
 
-    Summed over parts. A gather cannot end before those that are needed earlier, nor a reduction begin before its
-    gradient is computed; so compute is held up at the start until some first gathers are through, goes on to the
-    gradient of some last reductions, and these follow: the worst choice of both, or all communication of one channel.
-    Bytes go at full bandwidth, with one alpha for all gathers of a part and one for all its reductions. What needs a
-    gather and makes a reduction is taken from the record: take that of a step in which every gather is awaited where it
-    is needed and every reduction issued where it can be, unbucketed, for a bound that holds for all plans.
+    What needs a gather and makes a reduction is taken from the record: take that of a step in which every gather is
+    awaited where it is needed and every reduction issued where it can be, unbucketed, for a bound that holds for all
+    plans.
     """
-    return sum(_bound(compute, events, network) for compute, events in parts)
+    return sum(timeline.bound(_half(part, network)) for part in parts)
 
 
-def _bound(compute: float, events: Sequence[Event], network: Network) -> float:
-    held_up = [(0.0, 0.0)]  # from this point of compute on, by so much
-    ends = [(compute, compute)]  # reductions from this point on cannot end before, nothing held up
-    longest = 0.0
-    for group in dict.fromkeys(event.group for event in events):
-        of_group = [event for event in events if event.group == group]
-        gathers = sorted((e for e in of_group if e.kind == "all_gather"), key=lambda e: e.waited)
-        reductions = sorted((e for e in of_group if e.kind in REDUCTIONS), key=lambda e: e.issued, reverse=True)
-        gathering, reducing = _at_once(gathers, network), _at_once(reductions, network)
-        held_up += [(e.waited, seconds - e.waited) for e, seconds in zip(gathers, gathering, strict=True)]
-        ends += [(e.issued, e.issued + seconds) for e, seconds in zip(reductions, reducing, strict=True)]
-        longest = max(longest, sum(seconds[-1] for seconds in (gathering, reducing) if seconds))
-    held_up.sort()
-    so_far = list(accumulate((delay for _, delay in held_up), max))
-    return max(longest, *(end + so_far[bisect_right(held_up, (point, math.inf)) - 1] for point, end in ends))
+def _half(part: Part, network: Network) -> Half:
+    """The steps between the points where gathers are needed and reductions could be issued."""
+    compute, events = part
+    gathers = sorted((e for e in events if e.kind == "all_gather"), key=lambda e: e.waited)
+    reductions = sorted((e for e in events if e.kind in REDUCTIONS), key=lambda e: e.issued)
+    points = sorted({0.0, compute, *(e.waited for e in gathers), *(e.issued for e in reductions)})
+    slot = {point: i for i, point in enumerate(points)}
+    seconds = tuple(end - begin for begin, end in pairwise(points))
+
+    def kind(event: Event) -> Kind:
+        alpha = network.alpha_s(event.kind, event.ranks)
+        return Kind(event.group, alpha, network.transfer_s(event.kind, event.ranks, _LARGE) / _LARGE)
+
+    return Half(
+        seconds,
+        (0,) * len(seconds),
+        (0,) * len(points),
+        tuple(Gather("", kind(e), e.nbytes, slot[e.waited], slot[e.waited]) for e in gathers),
+        tuple(Reduction("", kind(e), e.nbytes, slot[e.issued]) for e in reductions),
+    )
 
 
-def _at_once(events: Sequence[Event], network: Network) -> list[float]:
-    """Seconds of the first, of the first two, ... of them on one channel, each time with the largest alpha once."""
-    alphas = accumulate((network.alpha_s(e.kind, e.ranks) for e in events), max)
-    transfers = accumulate(network.transfer_s(e.kind, e.ranks, e.nbytes) for e in events)
-    return [alpha + transfer for alpha, transfer in zip(alphas, transfers, strict=True)]
+_LARGE = 1 << 30
