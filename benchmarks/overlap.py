@@ -184,7 +184,7 @@ def run(name: str, scenario: Scenario, systems: list[str], rounds: int) -> dict[
             print(f"{name}: {system}: first step {trial.first_step_s:.1f} s", file=sys.stderr)
         results = measure(trials, chosen, rounds, lambda: None)
     return {
-        "scenario": asdict(scenario),
+        "scenario": {**asdict(scenario), "network": chosen.name},
         "rounds": rounds,
         "results": [asdict(result) for result in results],
         "predicted": predicted,
@@ -206,11 +206,11 @@ def table(found: Mapping[str, Any]) -> str:
     """Of one scenario, in Markdown."""
     results = {result["system"]: result for result in found["results"]}
     l1, single = bound(found), results.get("single")
-    lines = [
-        "| system | step / ours | T/L1 | T/L2 | compute / single | step, ms | exposed, ms | of communication "
-        "| collectives | peak, MiB | first step, s | predicted step | predicted peak |",
-        "|" + "---|" * 13,
-    ]
+    columns = ["system", "step / ours", "T/L1", "T/L2", "compute / single", "step, ms", "exposed, ms"]
+    columns += ["of communication", "collectives", "peak, MiB", "first step, s"]
+    if predicted := found.get("predicted"):
+        columns += ["predicted step", "predicted peak"]
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for name, result in results.items():
         cells = [
             f"{_ratio(result, results[OURS]):.2f}",
@@ -223,10 +223,12 @@ def table(found: Mapping[str, Any]) -> str:
             str(result["collectives"]),
             f"{result['peak_bytes'] / 2**20:.1f}",
             f"{result['first_step_s']:.1f}",
-            *(f"{ratio:.2f}" if ratio else "" for ratio in _predicted(found, result)),
+            *((f"{ratio:.2f}" if ratio else "" for ratio in _predicted(found, result)) if predicted else ()),
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += [f"| {name} | does not run: {error} |" + " |" * 11 for name, error in found["failed"].items()]
+    lines += [
+        f"| {name} | does not run: {error} |" + " |" * (len(columns) - 2) for name, error in found["failed"].items()
+    ]
     return "\n".join(lines)
 
 
@@ -273,7 +275,7 @@ def report(measured: Mapping[str, Any], machine: str) -> str:
         scenario = found["scenario"]
         parts.append(
             f"## {name}\n\n{scenario['what']}; one of {scenario['ranks']} ranks on "
-            f"`{scenario['network']['name']}`, Llama "
+            f"`{scenario['network']}`, Llama "
             f"{scenario['model']}, 1 x {scenario['seq']} tokens, fp32, {found['rounds']} rounds\n\n{table(found)}"
         )
     return "\n\n".join(parts) + "\n"
