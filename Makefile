@@ -23,6 +23,8 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.overlap $(ARGS)
+	$(VENV)/bin/python -m benchmarks.budget
+	$(VENV)/bin/python -m benchmarks.planning
 	$(VENV)/bin/python -m benchmarks.first_light
 	$(VENV)/bin/python -m benchmarks.wrapping
 
