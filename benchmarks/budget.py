@@ -8,43 +8,21 @@ Markdown, JSON and a chart to benchmarks/results/.
 
 import argparse
 import json
-import logging
 import re
 import statistics
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from benchmarks.overlap import RESULTS, SCENARIOS, Predictions, machine
-from simplefsdp import llama, rehearsal
-from simplefsdp.calibrate import calibrate
-from simplefsdp.rehearsal.systems import Parallelism, ours
-from simplefsdp.rehearsal.trial import Trial, Workload, fresh_compile_cache, measure
+from benchmarks.overlap import RESULTS, SCENARIOS, machine, prepared
+from simplefsdp.rehearsal.systems import ours
+from simplefsdp.rehearsal.trial import Trial, fresh_compile_cache, measure
 
 
 def run(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
     scenario = SCENARIOS[name]
-    torch.set_num_threads(1)
-    torch._dynamo.config.recompile_limit = 64
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    profile = calibrate(torch.device("cpu"), scenario.network)
-    log, predictions = logging.getLogger("simplefsdp"), Predictions()
-    log.addHandler(predictions)
-    log.setLevel(logging.INFO)
-    with rehearsal.world(scenario.ranks, scenario.network) as world:
-        mesh = init_device_mesh("cpu", (scenario.ranks,), mesh_dim_names=("shard",))
-        workload = Workload(
-            lambda: llama.build("debug", **scenario.model),
-            batch=1,
-            seq=scenario.seq,
-            vocab_size=llama.CONFIGS["debug"].vocab_size,
-            device=torch.device("cpu"),
-            parallelism=Parallelism(mesh, MixedPrecisionPolicy(), True, profile),
-        )
+    with prepared(scenario) as (world, workload, predictions):
 
         def trial(budget: int | None) -> Trial:
             with fresh_compile_cache():
@@ -124,7 +102,7 @@ def chart(found: list[dict[str, Any]], title: str, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.budget", description=__doc__.splitlines()[0])
-    parser.add_argument("--scenario", default="bandwidth", choices=[n for n, s in SCENARIOS.items() if not s.hybrid])
+    parser.add_argument("--scenario", default="bandwidth", choices=SCENARIOS)
     parser.add_argument("--budgets", type=int, default=6, help="how many")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -42,6 +42,7 @@ from simplefsdp import llama, rehearsal
 from simplefsdp.calibrate import calibrate
 from simplefsdp.hardware import Network, flat, network
 from simplefsdp.prediction import Prediction
+from simplefsdp.rehearsal.group import World
 from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism, System
 from simplefsdp.rehearsal.trial import Trial, Workload, fresh_compile_cache, measure
 from simplefsdp.search import SEARCHED
@@ -136,8 +137,9 @@ def systems_for(chosen: Network) -> Mapping[str, System]:
 ALL = tuple(systems_for(network("cpu-latency")))
 
 
-def run(name: str, scenario: Scenario, systems: list[str], rounds: int) -> dict[str, Any]:
-    """Measure one scenario, in this process."""
+@contextmanager
+def prepared(scenario: Scenario) -> Iterator[tuple[World, Workload, Predictions]]:
+    """The scenario's rehearsal in this process, which is calibrated before, and what is predicted meanwhile."""
     chosen = scenario.network
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64  # every system compiles the same forward
@@ -158,6 +160,13 @@ def run(name: str, scenario: Scenario, systems: list[str], rounds: int) -> dict[
             device=torch.device("cpu"),
             parallelism=Parallelism(mesh, MixedPrecisionPolicy(), True, profile),
         )
+        yield world, workload, predictions
+
+
+def run(name: str, scenario: Scenario, systems: list[str], rounds: int) -> dict[str, Any]:
+    """Measure one scenario, in this process."""
+    chosen = scenario.network
+    with prepared(scenario) as (world, workload, predictions):
         trials = []
         predicted: dict[str, dict[str, float]] = {}
         failed = {}

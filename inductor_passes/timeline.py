@@ -39,7 +39,7 @@ class Kind(NamedTuple):
     shard: float = 0.0
     """Part of the whole tensor that one rank has: shards of several members are packed before they are gathered."""
     issue_s_per_byte: float = 0.0
-    """More of that for each byte: compute is slower meanwhile."""
+    """Compute time that is lost, besides, for each byte: compute is slower meanwhile."""
     then: "Kind | None" = None
     """Of the all-reduce that follows, per byte of the same tensor."""
     name: str = ""
@@ -256,7 +256,7 @@ def replay(half: Half, schedule: Schedule) -> Timeline:
     end = len(half.seconds)
     gathers, reductions = list(schedule.gathers[::-1]), list(schedule.reductions[::-1])
     gathering: list[list[Span]] = [[] for _ in range(end + 1)]
-    due: list[_Due] = [_Due([], []) for _ in range(end + 2)]
+    due: list[_Awaited] = [_Awaited([], []) for _ in range(end + 2)]
     """By the slot in which they are awaited."""
     issued = 0
 
@@ -291,7 +291,7 @@ def replay(half: Half, schedule: Schedule) -> Timeline:
     return run.timeline()
 
 
-class _Due(NamedTuple):
+class _Awaited(NamedTuple):
     """Collectives that are awaited in a slot, with their number in the order of issue."""
 
     followed: list[tuple[int, Timed, Span]]
