@@ -243,6 +243,9 @@ def _neighbours(half: Half, schedule: Schedule) -> Iterator[Schedule]:
         for slot in _beside(uses, timed.issue):
             if first <= slot <= min(last, timed.wait):
                 yield Schedule(_put(gathers, i, 1, timed._replace(issue=slot)), reductions)
+        if timed.issue > first:  # with all behind it
+            early = tuple(later._replace(issue=first) for later in gathers[i:])
+            yield Schedule((*gathers[:i], *early), reductions)
         for at in range(1, len(timed.members)):
             one, other = timed.members[:at], timed.members[at:]
             parts = (Timed(part, timed.issue, min(half.gathers[k].use for k in part)) for part in (one, other))

@@ -9,18 +9,18 @@ _SECONDS = st.sampled_from([0.2, 1.0, 2.0, 5.0])
 
 
 @st.composite
-def halves(draw: st.DrawFn, gathers: int, reductions: int, channels: int = 1) -> Half:
+def halves(draw: st.DrawFn, gathers: int, reductions: int, channels: int = 1, *, packed: bool = True) -> Half:
     """With at most so many gathers and reductions; small whole numbers, so that ties and tight budgets are common.
 
     Some weights are read by no step, some gradients there before all steps. With several channels, some reductions are
-    followed by an all-reduce.
+    followed by an all-reduce. ``packed``: whether packing and preparing shards may cost something.
     """
     cost = st.tuples(
         st.sampled_from([0.0, 0.2, 1.0]),
         st.sampled_from([0.1, 1.0, 3.0]),
         st.sampled_from([0.0, 0.05]),
         st.sampled_from([0.0, 0.1, 0.5]),
-        st.sampled_from([0.0, 0.5]),
+        st.sampled_from([0.0, 0.5] if packed else [0.0]),
         st.sampled_from([0.0, 0.0, 0.2]),
     )
     kinds = [Kind(str(channel), *draw(cost)) for channel in range(channels)]
@@ -39,7 +39,14 @@ def halves(draw: st.DrawFn, gathers: int, reductions: int, channels: int = 1) ->
         tuple(draw(st.integers(0, 4)) for _ in range(steps)),
         tuple(draw(st.integers(0, 2)) for _ in range(steps + 1)),
         tuple(
-            Gather(f"g{i}", draw(kind), draw(size), use, min(steps, use + draw(st.integers(0, 1))), draw(_PREPARED))
+            Gather(
+                f"g{i}",
+                draw(kind),
+                draw(size),
+                use,
+                min(steps, use + draw(st.integers(0, 1))),
+                draw(_PREPARED) if packed else 0,
+            )
             for i, use in enumerate(uses)
         ),
         tuple(
