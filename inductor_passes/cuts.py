@@ -7,15 +7,20 @@ For gathers alone, issued as soon as the channel is free, that is exact, but for
 up.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate, groupby, pairwise
-from operator import itemgetter
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .timeline import Gather, Half, Kind, Reduction
 
 Cuts = tuple[tuple[int, ...], ...]
 """The members of each bucket, by position; all of them, in order."""
+
+Numbers = NDArray[np.float64]
+Places = NDArray[np.int64]
 
 _WINDOW, _FRONT = 32, 4
 """Most members of a bucket, and most pairs that are kept of a prefix."""
@@ -41,62 +46,86 @@ class _Use(NamedTuple):
     """Seconds of compute before it."""
 
 
-_Prefix = tuple[float, float, int, "_Prefix | None"]
-"""Buckets for the first members of a chain: when the channel is done with them, how much later than without
-communication compute then is, how many members they are, and the same without the last bucket."""
+Way = tuple[float, float]
+"""How much slower than they are transfers are taken for, and the most bytes of a bucket."""
 
 
-def _cut(chain: Sequence[_Use], slower: float, largest: float) -> Cuts:
-    """Buckets of at most ``largest`` bytes for gathers in the order of their use, where transfers take ``slower`` times
-    as long."""
-    fronts: list[list[_Prefix]] = [[] for _ in range(len(chain) + 1)]
-    fronts[0].append((0.0, 0.0, 0, None))
-    for i, first in enumerate(chain):
-        front = _undominated(fronts[i])
-        sums: dict[Kind, tuple[int, int]] = {}
-        for j in range(i, min(len(chain), i + _WINDOW)):
-            count, nbytes = sums.get(chain[j].kind, (0, 0))
-            sums[chain[j].kind] = count + 1, nbytes + chain[j].nbytes
-            if j > i and sum(nbytes for _, nbytes in sums.values()) > largest:
-                break
-            channel = overhead = 0.0
-            for kind, (count, nbytes) in sums.items():
-                channel += slower * _bottleneck(kind, nbytes)
-                overhead += kind.issue_s + (nbytes * kind.copy_s_per_byte if count > 1 else 0.0)
-            for prefix in front:
-                free = prefix[0] + channel
-                late = free - first.at
-                fronts[j + 1].append((free, (late if late > prefix[1] else prefix[1]) + overhead, j + 1, prefix))
-    best: _Prefix | None = min(fronts[-1], key=lambda prefix: (prefix[1], prefix[0]))
-    ends = []
-    while best is not None:
-        ends.append(best[2])
-        best = best[3]
-    return tuple(tuple(range(a, b)) for a, b in pairwise(ends[::-1]))
+def _cut(chain: Sequence[_Use], ways: Sequence[Way]) -> list[Cuts]:
+    """Buckets for gathers in the order of their use, in each of several ways.
+
+    A pair of a prefix is when the channel is done with its buckets, and how much later than without communication
+    compute then is.
+    """
+    slower, largest = np.array(ways).T
+    at = np.array([use.at for use in chain])
+    free = np.full((len(chain) + 1, len(ways), _FRONT), np.inf)
+    late = np.full_like(free, np.inf)
+    free[0, :, 0] = late[0, :, 0] = 0.0
+    came = np.zeros((*free.shape, 2), dtype=int)
+    """Of each pair, the prefix without the last bucket, and which pair of that."""
+    for end in range(1, len(chain) + 1):
+        begin = max(0, end - _WINDOW)
+        channel, overhead, nbytes = map(np.array, zip(*_last_buckets(chain[begin:end]), strict=True))
+        fits = (nbytes[:, None] <= largest) | (np.arange(begin, end) == end - 1)[:, None]
+        done = free[begin:end] + np.where(fits, np.outer(channel, slower), np.inf)[..., None]
+        delay = np.maximum(late[begin:end], done - at[begin:end, None, None]) + overhead[:, None, None]
+        done, delay = (np.moveaxis(pairs, 0, 1).reshape(len(ways), -1) for pairs in (done, delay))
+        best = _undominated(done, delay)
+        place = np.maximum(best, 0)
+        free[end] = np.where(best < 0, np.inf, np.take_along_axis(done, place, 1))
+        late[end] = np.where(best < 0, np.inf, np.take_along_axis(delay, place, 1))
+        came[end] = np.stack((begin + place // _FRONT, place % _FRONT), axis=-1)
+    return [_ends(came[:, way], int(np.lexsort((free[-1, way], late[-1, way]))[0])) for way in range(len(ways))]
 
 
-def _bottleneck(kind: Kind, nbytes: int) -> float:
-    return max(kind.seconds(nbytes), kind.then.seconds(nbytes) if kind.then else 0.0)
+def _last_buckets(chain: Sequence[_Use]) -> Iterator[tuple[float, float, int]]:
+    """Of all of ``chain``, of all but the first, ...: seconds of its channel, of compute that is lost, and bytes."""
+    found = []
+    sums: dict[Kind, tuple[int, int]] = {}
+    for use in reversed(chain):
+        count, nbytes = sums.get(use.kind, (0, 0))
+        sums[use.kind] = count + 1, nbytes + use.nbytes
+        channel = overhead = 0.0
+        for kind, (count, nbytes) in sums.items():
+            channel += max(kind.seconds(nbytes), kind.then.seconds(nbytes) if kind.then else 0.0)
+            overhead += kind.issue_s + (nbytes * kind.copy_s_per_byte if count > 1 else 0.0)
+        found.append((channel, overhead, sum(nbytes for _, nbytes in sums.values())))
+    return reversed(found)
 
 
-def _undominated(prefixes: list[_Prefix]) -> list[_Prefix]:
-    """Those that no other beats in both respects: at most ``_FRONT``, evenly chosen."""
-    kept: list[_Prefix] = []
-    for prefix in sorted(prefixes, key=itemgetter(0, 1)):
-        if not kept or prefix[1] < kept[-1][1]:
-            kept.append(prefix)
-    if len(kept) <= _FRONT:
-        return kept
-    return [kept[round(i * (len(kept) - 1) / (_FRONT - 1))] for i in range(_FRONT)]
+def _undominated(done: Numbers, delay: Numbers) -> Places:
+    """Of the pairs in each row, the places of those that no other beats in both respects: ``_FRONT``, evenly chosen,
+    -1 where there are fewer."""
+    order = np.lexsort((delay, done))
+    sorted_delay = np.take_along_axis(delay, order, 1)
+    before = np.minimum.accumulate(sorted_delay, axis=1)
+    kept = sorted_delay < np.concatenate((np.full((len(done), 1), np.inf), before[:, :-1]), axis=1)
+    number = np.cumsum(kept, axis=1) - 1
+    count = number[:, -1:] + 1
+    wanted = np.arange(_FRONT)
+    wanted = np.where(count <= _FRONT, wanted, np.rint(wanted * (count - 1) / (_FRONT - 1)).astype(int))
+    found = np.argmax(kept[:, None] & (number[:, None] == wanted[..., None]), axis=2)
+    return np.where(wanted < count, np.take_along_axis(order, found, 1), -1)
 
 
-def cut_gathers(half: Half, slower: float, largest: float) -> Cuts:
+def _ends(came: Places, pair: int) -> Cuts:
+    """The buckets that lead to a pair of the whole."""
+    buckets = []
+    end = len(came) - 1
+    while end:
+        begin, pair = came[end, pair]
+        buckets.append(tuple(range(begin, end)))
+        end = begin
+    return tuple(buckets[::-1])
+
+
+def cut_gathers(half: Half, ways: Sequence[Way]) -> list[Cuts]:
     at = list(accumulate(half.seconds, initial=0.0))
-    return _cut([_Use(g.kind, g.nbytes, at[g.use]) for g in half.gathers], slower, largest)
+    return _cut([_Use(g.kind, g.nbytes, at[g.use]) for g in half.gathers], ways)
 
 
-def cut_reductions(half: Half, slower: float, largest: float) -> Cuts:
+def cut_reductions(half: Half, ways: Sequence[Way]) -> list[Cuts]:
     at = list(accumulate(half.seconds, initial=0.0))
     count = len(half.reductions)
-    cuts = _cut([_Use(r.kind, r.nbytes, at[-1] - at[r.there]) for r in half.reductions[::-1]], slower, largest)
-    return tuple(tuple(count - 1 - i for i in members[::-1]) for members in cuts[::-1])
+    found = _cut([_Use(r.kind, r.nbytes, at[-1] - at[r.there]) for r in half.reductions[::-1]], ways)
+    return [tuple(tuple(count - 1 - i for i in members[::-1]) for members in cuts[::-1]) for cuts in found]

@@ -7,7 +7,7 @@
 2. *Arrange.* A gather is issued as late as keeps it and all later ones in time, a reduction when it is complete.
    Under a budget gathers leave more or less room free, by bisection.
 3. *Improve.* All that, arranged in several ways, and whatever else is proposed is replayed. From the best on, buckets
-   are merged and split, issued and awaited a slot earlier or later, while one such step, or two, help.
+   are merged and split, issued and awaited a slot earlier or later, while one such step or a few of them help.
 
 All is deterministic: how much is tried depends on the size of the graph, never on the clock.
 
@@ -19,7 +19,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 from .cuts import Cuts, alone, cut_gathers, cut_reductions, evenly
@@ -35,6 +35,8 @@ _PARTS = (4, 8, 16, 32, 64)
 what the budget leaves."""
 _BEST = 3
 """How many cuts are arranged in all ways."""
+_STEPS = 5
+"""How many changes at once are tried of the best in the end."""
 _WORK = 20_000
 """How many collectives are replayed, about, to improve schedules."""
 
@@ -156,7 +158,7 @@ def _candidates(half: Half, budget: float, least: int) -> list[Found]:
     ways = [(speed, math.inf) for speed in _SPEEDS]
     ways += [(1.0, part / n) for part in dict.fromkeys((whole, spare)) for n in _PARTS]
     cuts = [(alone(half.gathers), alone(half.reductions))]
-    cuts += [(cut_gathers(half, *way), cut_reductions(half, *way)) for way in ways]
+    cuts += zip(cut_gathers(half, ways), cut_reductions(half, ways), strict=True)
     cuts += [(evenly(half.gathers, parts), evenly(half.reductions, parts)) for parts in _PARTS]
     found = {choice: _within(half, choice, budget) for choice in (_Choice(*cut) for cut in dict.fromkeys(cuts))}
     best = sorted(found, key=lambda choice: f.timeline.seconds if (f := found[choice]) else math.inf)[:_BEST]
@@ -196,29 +198,41 @@ def _improve(half: Half, starts: Sequence[Found], rank: _Rank) -> Found:
     work = _WORK // (len(half.gathers) + len(half.reductions) + 1)
     best = starts[0]
     for found in starts:
-        found, work = _descend(half, found, rank, work)
+        found, work = _descend(half, found, rank, work, steps=2)
         best = min(best, found, key=lambda found: rank(found.timeline) or (math.inf, math.inf))
-    return best
+    return _descend(half, best, rank, work, steps=_STEPS)[0]
 
 
-def _descend(half: Half, best: Found, rank: _Rank, work: int) -> tuple[Found, int]:
-    """The next better schedule, one step or two away, and on from there, until ``work`` of them are replayed."""
+def _descend(half: Half, best: Found, rank: _Rank, work: int, steps: int) -> tuple[Found, int]:
+    """The next better schedule, so many steps away, and on from there, until ``work`` of them are replayed."""
     improved = True
     while improved:
         improved = False
-        near = _neighbours(half, best.schedule)
-        farther = (other for one in _neighbours(half, best.schedule) for other in _neighbours(half, one))
-        for schedule in chain(near, farther):
+        for schedule in _around(half, best.schedule, steps):
             if work <= 0:
                 return best, work
             work -= 1
-            schedule = _awaited_where_another_is_issued(schedule, len(half.seconds))
             found = Found(schedule, replay(half, schedule))
             ranks = rank(found.timeline), rank(best.timeline)
             if ranks[0] is not None and ranks[1] is not None and ranks[0] < ranks[1]:
                 best, improved = found, True
                 break
     return best, work
+
+
+def _around(half: Half, schedule: Schedule, steps: int) -> Iterator[Schedule]:
+    """What up to so many changes make of a schedule, each once, what fewer make first."""
+    seen, ring = {schedule}, [schedule]
+    for _ in range(steps):
+        reached = ring
+        ring = []
+        for one in reached:
+            for other in _neighbours(half, one):
+                other = _awaited_where_another_is_issued(other, len(half.seconds))
+                if other not in seen:
+                    seen.add(other)
+                    ring.append(other)
+                    yield other
 
 
 def _awaited_where_another_is_issued(schedule: Schedule, end: int) -> Schedule:
@@ -319,10 +333,10 @@ def named(half: Half, schedule: Schedule, position: Mapping[str, int]) -> tuple[
 def _arrange(half: Half, choice: _Choice) -> Found:
     """When to issue and await the buckets of a choice."""
     end = len(half.seconds)
-    due = _Due(half, choice)
+    run = Replay(half)
+    due = _Due(half, choice, run)
     complete = [max(half.reductions[i].there for i in members) for members in choice.reductions]
     gradients = sorted({reduction.there for reduction in half.reductions})
-    run = Replay(half)
     gathers: list[Timed] = []
     reductions: list[Timed] = []
     gathering: deque[tuple[int, list[Span]]] = deque()
@@ -374,15 +388,13 @@ def _after_waits(run: Replay, gathering: Iterable[tuple[int, list[Span]]]) -> fl
 class _Due:
     """When the gathers of a choice are to be issued."""
 
-    def __init__(self, half: Half, choice: _Choice):
+    def __init__(self, half: Half, choice: _Choice, run: Replay):
         self.uses = [min(half.gathers[i].use for i in members) for members in choice.gathers]
-        self._half = half
         self._room = choice.room
         self._margin = choice.margin
         self._at = list(accumulate(half.seconds, initial=0.0))
         self._slots = sorted({0, *(gather.use for gather in half.gathers)})
         self._nbytes = [sum(half.gathers[i].nbytes for i in members) for members in choice.gathers]
-        self._copied = [n if len(members) > 1 else 0 for n, members in zip(self._nbytes, choice.gathers, strict=True)]
         self._channels = [half.gathers[members[0]].kind.channel for members in choice.gathers]
         self._latest = [math.inf] * (len(self.uses) + 1)
         """Seconds of compute before which gather k must begin, for it and all later ones to be in time."""
@@ -393,6 +405,17 @@ class _Due:
             cost = sum(kind.seconds(nbytes) for kind, nbytes in kinds.items())
             margin = choice.margin * cost if cost else 0.0
             self._latest[k] = min(self._at[self.uses[k]], self._latest[k + 1]) - cost - margin
+        copied = [0] * len(half.between)
+        for use, nbytes, members in zip(self.uses, self._nbytes, choice.gathers, strict=True):
+            copied[use] = max(copied[use], nbytes if len(members) > 1 else 0)
+        self._read = list(accumulate(run.last_read, initial=0))
+        """Bytes of weights that are not needed any longer, at each slot."""
+        in_use = zip(half.between, copied, (*half.nbytes, 0), self._read, strict=False)
+        self._needs = [max(between + copy, during) - read for between, copy, during, read in in_use]
+        """Bytes in use in each slot and step beside all that was gathered by then."""
+        self._window: deque[int] = deque()
+        """Slots to come, of those ``_seen``, that need more than all after them."""
+        self._seen = 0
 
     def now(self, run: Replay, k: int, gathering: Iterable[tuple[int, list[Span]]]) -> bool:
         """Whether gather ``k`` is issued in the slot that ``run`` has come to, those of ``gathering`` being awaited."""
@@ -403,20 +426,18 @@ class _Due:
             return False
         if run.free.get(self._channels[k], 0.0) >= self._next(run, clock) and self._margin < math.inf:
             return False  # the channel has enough to do until the next slot
-        return self._room == math.inf or self._most(run, k, gathering) <= self._room
+        return self._room == math.inf or self._most(run, k) <= self._room
 
-    def _most(self, run: Replay, k: int, gathering: Iterable[tuple[int, list[Span]]]) -> int:
+    def _most(self, run: Replay, k: int) -> int:
         """Bytes in use until gather ``k`` is, if it is issued now and gradients stay no longer than they do by now."""
-        half, use = self._half, self.uses[k]
-        alive, most = run.alive + self._nbytes[k], 0
-        copies = {at: sum(f.nbytes for f in flights if len(f.fqns) > 1) for at, flights in gathering}
-        copies[use] = self._copied[k]
-        for slot in range(run.slot, use + 1):
-            most = max(most, half.between[slot] + alive + copies.get(slot, 0))
-            if slot < len(half.nbytes):
-                most = max(most, half.nbytes[slot] + alive)
-                alive -= run.last_read[slot]
-        return most
+        while self._seen <= self.uses[k]:
+            while self._window and self._needs[self._window[-1]] <= self._needs[self._seen]:
+                self._window.pop()
+            self._window.append(self._seen)
+            self._seen += 1
+        while self._window[0] < run.slot:
+            self._window.popleft()
+        return run.alive + self._nbytes[k] + self._read[run.slot] + self._needs[self._window[0]]
 
     def late(self, run: Replay, k: int, clock: float) -> bool:
         """Whether gather ``k`` would be late if it were issued in the next slot."""
