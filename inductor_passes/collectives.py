@@ -50,8 +50,8 @@ class GraphParameter:
     """What the passes know of a sharded parameter."""
 
     fqn: str
-    reshard: bool
-    """Whether backward gathers it again (else the full weight is saved)."""
+    reshard: bool | None
+    """Whether backward gathers it again (else the full weight is saved); ``None``: unless the planner keeps it."""
     dtype: torch.dtype
     """Of the full weight, and so of its gradient."""
 

@@ -3,7 +3,8 @@
 Matmuls, convolutions and attention take their operations (``torch.utils.flop_counter``) over the rate that the profile
 has for a call of that size, or the time that their bytes take, if that is more. Pointwise operators and reductions are
 fused as Inductor would: neighbours between which there is no matmul are one *region*, a kernel that reads what comes
-from outside of it and writes what is used outside of it. Anything else reads and writes all that it has.
+from outside of it and writes what is used outside of it. Anything else reads and writes all that it has. Collectives of
+the model's own take their time where they are issued, as if nothing hid them.
 """
 
 import math
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ._compat import group_ranks, hint
-from .collectives import REDUCE_SCATTER, Collective, gathers, reductions
+from .collectives import MARK, REDUCE_SCATTER, WAIT, Collective, gathers, reductions
 from .memory import alive
 from .order import graph_items, places
 from .timeline import Gather, Half, Kind, Reduction
@@ -70,7 +71,7 @@ class Costs(NamedTuple):
 
 
 def costs(graph: Graph, profile: Profile) -> Costs:
-    """What the nodes of a forward or backward graph cost, but collectives and what only belongs to them."""
+    """What the nodes of a forward or backward graph cost, but parameters' collectives and what only belongs to them."""
     regions = _regions(graph)
     seconds: dict[Node, float] = {}
     stored: dict[Node, int] = {}
@@ -81,6 +82,10 @@ def costs(graph: Graph, profile: Profile) -> Costs:
             members.setdefault(regions[node], []).append(node)
         elif _computes(node):
             seconds[node] = _seconds(node, profile)
+            stored[node] = _nbytes(node)
+        elif kind := _own_collective(node):
+            nbytes = max(map(_nbytes, (node, node.all_input_nodes[0])))
+            seconds[node] = profile.collective_launch_s + profile.collective_s(kind, group_ranks(node.args[-1]), nbytes)
             stored[node] = _nbytes(node)
     for nodes in members.values():
         inside = set(nodes)
@@ -157,9 +162,23 @@ def _computes(node: Node) -> bool:
     return node.op == "call_function" and bool(_tensors(node)) and not _communicates(node) and not _is_view(node)
 
 
+def _own_collective(node: Node) -> str:
+    """What a collective that is no parameter's is taken for; empty if ``node`` is none."""
+    packet = getattr(node.target, "_overloadpacket", None) if _communicates(node) and MARK not in node.meta else None
+    return _OWN.get(packet.__name__, "") if packet else ""
+
+
+_OWN = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_gather",  # as many bytes cross the link
+}
+
+
 def _is_view(node: Node) -> bool:
     """Whether its value is part of an input's memory."""
-    if node.target is operator.getitem:
+    if node.target in (operator.getitem, WAIT):
         return True
     returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
     return any(value.alias_info and not value.alias_info.is_write for value in returns)

@@ -31,7 +31,7 @@ def tag(graph: Graph, params: Mapping[int, GraphParameter]) -> None:
     for gather in gathers(graph):
         _recompute(*source_chain(gather.node), gather.node, gather.wait)
         weights.add(gather.wait)
-        if not reshard[gather.fqns[0]]:
+        if reshard[gather.fqns[0]] is False:
             gather.wait.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in graph.nodes:
         if deterministic(node) and node.all_input_nodes and weights.issuperset(node.all_input_nodes):

@@ -31,6 +31,7 @@ from .sharding import (
     Communication,
     Group,
     ReplacedParameter,
+    Reshard,
     ShardedModel,
     ShardedParameter,
     replace_parameter,
@@ -47,7 +48,7 @@ def simple_fsdp(
     *,
     mode: str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool | dict[str, bool] = True,
+    reshard_after_forward: Reshard | dict[str, Reshard] = True,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     gradient_divide_factor: float | None = None,
@@ -85,8 +86,11 @@ def simple_fsdp(
             are cast to it. Shards, gradients and optimizer state keep the original dtype. Complex and integer
             parameters are not cast.
         reshard_after_forward: ``True`` drops full weights after forward and gathers them again in backward;
-            ``False`` keeps them until backward. ``{glob: bool}`` over FQNs sets it per parameter: the last glob
-            that matches counts, parameters matched by none are resharded.
+            ``False`` keeps them until backward. ``"auto"``: the planner of ``plan="auto"`` keeps those whose second
+            gather would cost time, as far as ``memory_budget`` allows, all of them if there is none; a saved plan
+            says which it keeps; under any other plan, and without ``torch.compile``, it is ``True``.
+            ``{glob: one of these}`` over FQNs sets it per parameter: the last glob that matches counts, parameters
+            matched by none are resharded.
         shard_placement_fn: called with each parameter as it was; returns the ``Shard`` of its dim, uneven ones
             included, or ``None`` for ``Shard(0)``. 0-dim parameters are replicated whatever it returns.
         ignored_params: parameters to leave as they are: whole on every rank, their gradients not reduced.
@@ -98,7 +102,7 @@ def simple_fsdp(
             needs; an unknown mode; a dim that a parameter does not have; a glob that matches nothing; a module or
             parameter that cannot be sharded (named, with the reason), or is sharded already.
         RuntimeError: no process group; called inside ``torch.compile``.
-        NotImplementedError: ``reshard_after_forward="auto"``; parameters that are ``DTensor`` on another mesh.
+        NotImplementedError: parameters that are ``DTensor`` on another mesh.
 
     Source: SimpleFSDP (arXiv 2411.00284), section 3; numerics of ``torch.distributed.fsdp.fully_shard``.
     """
@@ -231,10 +235,10 @@ def _shard_modules(
         parametrize(module, state)
 
 
-def _per_parameter(option: str, value: bool | dict[str, bool], fqns: list[str]) -> dict[str, bool]:
-    if isinstance(value, bool):
+def _per_parameter(option: str, value: Reshard | dict[str, Reshard], fqns: list[str]) -> dict[str, Reshard]:
+    if not isinstance(value, dict):
         return dict.fromkeys(fqns, value)
-    chosen = dict.fromkeys(fqns, True)
+    chosen: dict[str, Reshard] = dict.fromkeys(fqns, True)
     for pattern, choice in value.items():
         matched = [fqn for fqn in fqns if fnmatchcase(fqn, pattern)]
         if not matched:

@@ -6,6 +6,7 @@
                                                                               +- backward - bucket - lower - order
 """
 
+import copy
 import functools
 import hashlib
 import logging
@@ -47,15 +48,17 @@ from inductor_passes.order import first_uses, graph_items, last_gradients, order
 from inductor_passes.partition import partition
 from inductor_passes.recompute import tag
 from inductor_passes.report import Report
+from inductor_passes.timeline import Half
 
 from ._messages import unknown
 from .devices import built_in, is_built_in
 from .hardware import HardwareProfile, load_profile
 from .plan import BucketPlan, Uses
-from .prediction import State, predict, state_of
+from .prediction import State, predict, state_of, timelines
 from .recompute import CHANGED_WHILE_WHOLE
-from .search import SEARCHED, Search, parse_bytes, search
+from .search import SEARCHED, Search, decided, parse_bytes, reshards, search
 from .sharding import ShardedModel, ShardedParameter, unshard
+from .trace import trace
 from .wrap import BLOCK, Buckets, Request, resolve
 
 log = logging.getLogger("simplefsdp")
@@ -76,8 +79,8 @@ class Options:
     with what ``simplefsdp.calibrate`` measured here; without either ``"auto"`` is ``"block"``. Or
     ``manual_plan([...])``, a ``BucketPlan``, or the path of one's JSON, which ends in ``.json``."""
     memory_budget: int | str | None = None
-    """Bytes, or as ``"60GiB"``, that the predicted peak of a step must not pass: parameters, gradients, two moments of
-    an optimizer in float32, and what the graphs hold. ``None``: no limit."""
+    """Bytes, or as ``"60GiB"``, for a step's peak: parameters, gradients, two moments of an optimizer in float32, and
+    what the graphs hold. The peak is predicted to stay 3 % below. ``None``: no limit."""
     profile: HardwareProfile | str | Path | None = None
     """Of the device and the network, the path of its JSON, or the name of one that is built in
     (``"h200/h100-8-nodes"``). With one, what a plan is predicted to take is logged."""
@@ -267,25 +270,36 @@ class Passes:
         if missed:
             log.warning("no bucket for the gradients of %s: their reductions were not recognised", ", ".join(missed))
         if kind == "forward":
-            self._plan(graph, Graph())
+            self._plan(graph, Graph(), self.params)
 
     def on_partition(self, joint: GraphModule, inputs: Any, **kwargs: Any) -> Halves:
         """In place of torch's partitioner."""
-        halves = partition(joint, inputs, **kwargs)
-        self._plan(*(half.graph for half in halves))
-        return halves
+        params = self.params
+        if any(param.reshard is None for param in params.values()):
+            assert isinstance(self.request, Search)
+            first, second = partition(GraphModule(joint, copy.deepcopy(joint.graph)), inputs, **kwargs)
+            both = self._predictable(first.graph, second.graph)
+            params = decided(self.request, both, self.state.resident_bytes, params)
+            tag(joint.graph, params)
+        forward, backward = partition(joint, inputs, **kwargs)
+        self._plan(forward.graph, backward.graph, params)
+        return forward, backward
 
-    def _plan(self, forward: Graph, backward: Graph) -> None:
+    def _predictable(self, forward: Graph, backward: Graph) -> list[Half]:
+        """What there is to schedule in both, if there is a profile."""
+        if self.profile is None:
+            return []
+        given = {node.name for node in forward.find_nodes(op="placeholder")}
+        return [half(graph, self.profile, given) for graph in (forward, backward)]
+
+    def _plan(self, forward: Graph, backward: Graph, params: Mapping[int, GraphParameter]) -> None:
         if self.request is None:
             return
-        kept = [param.fqn for param in self.params.values() if not param.reshard]
+        kept = [param.fqn for param in params.values() if param.reshard is False]
         items = graph_items(backward)[1]
         followed = frozenset(c.fqns[0] for c in reductions(backward) if c.then)
         uses = Uses(first_uses(graph_items(forward)[1]), first_uses(items), last_gradients(items), followed)
-        halves = []
-        if self.profile is not None:
-            given = {node.name for node in forward.find_nodes(op="placeholder")}
-            halves = [half(graph, self.profile, given) for graph in (forward, backward)]
+        halves = self._predictable(forward, backward)
         if isinstance(self.request, BucketPlan):
             plan = self.request
             plan.check_fits(dict(self.parameters), kept, {param.fqn for param in self.params.values()})
@@ -300,6 +314,8 @@ class Passes:
             log.info("plan %s is predicted to take %s", plan.hash, prediction)
             if self.report is not None:
                 self.report.write_text("prediction.json", prediction.to_json())
+                shown = trace(halves, timelines(plan, halves), self.state.resident_bytes)
+                self.report.write_text("timeline.json", shown)
         assign(forward, plan.forward, plan.reductions)
         assign(backward, plan.backward, plan.reductions)
         if self.report is not None:
@@ -386,7 +402,7 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
     params = {
         index: GraphParameter(
             prefix[info.model] + info.fqn,
-            info.communication.reshard_after_forward,
+            reshards(info.communication.reshard_after_forward, prefix[info.model] + info.fqn, request),
             info.communication.param_dtype or example_inputs[index].dtype,
         )
         for index, info in found.items()

@@ -8,6 +8,7 @@ What was measured with its network is kept, and ``plan="auto"`` finds it where a
 
 import argparse
 import json
+import logging
 import math
 import os
 import re
@@ -30,10 +31,14 @@ from .hardware import Curve, HardwareProfile, Network, flat, load_profile, netwo
 from .sweep import Fit, measure_network
 from .wrap import manual_plan
 
+log = logging.getLogger("simplefsdp")
+
 _c10d = torch.ops._c10d_functional
 _VERSION = 2
 """Of what is measured."""
 _REPEATS = 15
+_UNSTEADY = 0.15
+"""By how much calls may vary (``_Clock.spreads``) on a machine that does nothing else."""
 _COLD_BYTES = 64 << 20
 """Operands are taken in turn from so many bytes: in a step they were last touched a while ago."""
 
@@ -139,53 +144,66 @@ def calibrate(device: torch.device, network: Network) -> HardwareProfile:
     The network is as given, its collectives are not measured. There must be no process group yet: what collectives and
     parameters cost besides is measured in rehearsals, on CPU; a GPU computes meanwhile.
     """
+    clock = _Clock(device)
     dtypes = [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float32]
-    call = _call_s(device)
+    call = _call_s(clock)
     profile = HardwareProfile(
         f"{device.type} here",
         f"measured, torch {torch.__version__}, {torch.get_num_threads()} threads",
-        matmul={_name(dtype): _matmul(device, dtype, call) for dtype in dtypes},
-        attention={_name(dtype): _attention(device, dtype, call) for dtype in dtypes},
-        memory=_memory(device),
-        launch_s=_launch_s(device),
+        matmul={_name(dtype): _matmul(clock, dtype, call) for dtype in dtypes},
+        attention={_name(dtype): _attention(clock, dtype, call) for dtype in dtypes},
+        memory=_memory(clock),
+        launch_s=_launch_s(clock),
         collective_launch_s=0.0,
         contention=0.0,
         network=network,
     )
-    if device.type == "cuda":
-        return profile
-    profile = replace(
-        profile, collective_launch_s=_collective_launch_s(), collective_s_per_byte=_collective_s_per_byte()
-    )
-    return replace(profile, parameter_s=_parameter_s(profile))
+    if device.type == "cpu":
+        launch, per_byte = _collective_launch_s(clock), _collective_s_per_byte()
+        profile = replace(profile, collective_launch_s=launch, collective_s_per_byte=per_byte)
+        profile = replace(profile, parameter_s=_parameter_s(clock, profile))
+    if (spread := statistics.median(clock.spreads)) > _UNSTEADY:
+        log.warning(
+            "calibrate: of the same call, a quarter of the repeats took %.0f %% longer than the median; measure again "
+            "when nothing else runs here",
+            100 * spread,
+        )
+    return profile
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _seconds(call: Callable[[int], object], device: torch.device) -> float:
-    """Median of one ``call(i)``; ``i`` counts up."""
-    call(0)
-    once = _time(call, range(1), device)
-    count = max(1, min(200, int(0.01 / max(once, 1e-9))))
-    return statistics.median(
-        _time(call, range(r * count, (r + 1) * count), device) / count for r in range(1, _REPEATS + 1)
-    )
+class _Clock:
+    """Takes the time of calls on a device, and remembers how much it varied."""
 
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.spreads: list[float] = []
+        """Of each call that was timed: by how much a quarter of its repeats took longer than the median."""
 
-def _time(call: Callable[[int], object], numbers: range, device: torch.device) -> float:
-    _finish(device)
-    begin = time.perf_counter()
-    for i in numbers:
-        call(i)
-    _finish(device)
-    return time.perf_counter() - begin
+    def seconds(self, call: Callable[[int], object]) -> float:
+        """Median of one ``call(i)``; ``i`` counts up."""
+        call(0)
+        once = self._time(call, range(1))
+        count = max(1, min(200, int(0.01 / max(once, 1e-9))))
+        times = sorted(self._time(call, range(r * count, (r + 1) * count)) / count for r in range(1, _REPEATS + 1))
+        median = statistics.median(times)
+        self.spreads.append(times[3 * len(times) // 4] / median - 1)
+        return median
 
+    def _time(self, call: Callable[[int], object], numbers: range) -> float:
+        self._finish()
+        begin = time.perf_counter()
+        for i in numbers:
+            call(i)
+        self._finish()
+        return time.perf_counter() - begin
 
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def _several(shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> list[list[Tensor]]:
@@ -195,13 +213,13 @@ def _several(shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: tor
     return [[torch.randn(shape, device=device, dtype=dtype) for shape in shapes] for _ in range(count)]
 
 
-def _call_s(device: torch.device) -> float:
+def _call_s(clock: _Clock) -> float:
     """Of an operator called from Python."""
-    a, out = torch.ones(8, 8, device=device), torch.empty(8, 8, device=device)
-    return _seconds(lambda _: torch.mm(a, a, out=out), device)
+    a, out = torch.ones(8, 8, device=clock.device), torch.empty(8, 8, device=clock.device)
+    return clock.seconds(lambda _: torch.mm(a, a, out=out))
 
 
-def _launch_s(device: torch.device) -> float:
+def _launch_s(clock: _Clock) -> float:
     """Of a kernel in a compiled graph."""
     pairs = 32
 
@@ -211,16 +229,17 @@ def _launch_s(device: torch.device) -> float:
             value = silu(value @ weight)
         return value
 
-    value, weight = torch.zeros(8, 8, device=device), torch.zeros(8, 8, device=device)
-    return _seconds(lambda _: chain(value, weight), device) / (2 * pairs)
+    value, weight = torch.zeros(8, 8, device=clock.device), torch.zeros(8, 8, device=clock.device)
+    return clock.seconds(lambda _: chain(value, weight)) / (2 * pairs)
 
 
-def _matmul(device: torch.device, dtype: torch.dtype, launch: float) -> Curve:
+def _matmul(clock: _Clock, dtype: torch.dtype, launch: float) -> Curve:
     """Of a batch of tokens with a weight, twice as wide: forward and both gradients, a third of the time each."""
     curve = []
-    for rows in (16, 32, 64, 128, 256, 512, 1024) if device.type == "cpu" else (128, 256, 512, 1024, 2048, 4096, 8192):
+    on_cpu = clock.device.type == "cpu"
+    for rows in (16, 32, 64, 128, 256, 512, 1024) if on_cpu else (128, 256, 512, 1024, 2048, 4096, 8192):
         shapes = [(rows, 2 * rows), (2 * rows, 2 * rows), (rows, 2 * rows), (2 * rows, 2 * rows)]
-        sets = _several(shapes, device, dtype)
+        sets = _several(shapes, clock.device, dtype)
 
         def layer(i: int, sets: list[list[Tensor]] = sets) -> None:
             tokens, weight, out, gradient = sets[i % len(sets)]
@@ -228,25 +247,26 @@ def _matmul(device: torch.device, dtype: torch.dtype, launch: float) -> Curve:
             torch.mm(tokens, weight, out=out)
             torch.mm(out.t(), tokens, out=gradient)
 
-        curve.append(_rate(3 * 8.0 * rows**3, _seconds(layer, device), 3 * launch, 3))
+        curve.append(_rate(3 * 8.0 * rows**3, clock.seconds(layer), 3 * launch, 3))
     return tuple(curve)
 
 
-def _attention(device: torch.device, dtype: torch.dtype, launch: float) -> Curve:
+def _attention(clock: _Clock, dtype: torch.dtype, launch: float) -> Curve:
     """Causal, of 8 heads of 64, forward."""
     curve = []
-    for seq in (64, 128, 256, 512, 1024, 2048) if device.type == "cpu" else (256, 512, 1024, 2048, 4096, 8192):
-        sets = _several([(1, 8, seq, 64)] * 3, device, dtype)
+    on_cpu = clock.device.type == "cpu"
+    for seq in (64, 128, 256, 512, 1024, 2048) if on_cpu else (256, 512, 1024, 2048, 4096, 8192):
+        sets = _several([(1, 8, seq, 64)] * 3, clock.device, dtype)
 
         def attend(i: int, sets: list[list[Tensor]] = sets) -> Tensor:
             query, key, value = sets[i % len(sets)]
             return scaled_dot_product_attention(query, key, value, is_causal=True)
 
-        curve.append(_rate(4.0 * 8 * 64 * seq**2, _seconds(attend, device), launch))
+        curve.append(_rate(4.0 * 8 * 64 * seq**2, clock.seconds(attend), launch))
     return tuple(curve)
 
 
-def _memory(device: torch.device) -> Curve:
+def _memory(clock: _Clock) -> Curve:
     """Of a gated activation, as TorchInductor compiles it; what calling that costs does not count."""
 
     @torch.compile(dynamic=True)
@@ -256,12 +276,12 @@ def _memory(device: torch.device) -> Curve:
     curve: list[tuple[float, float]] = []
     call = 0.0
     for numel in (1 << n for n in (4, *range(14, 25, 2))):
-        sets = _several([(numel,)] * 2, device, torch.float32)
+        sets = _several([(numel,)] * 2, clock.device, torch.float32)
 
         def run(i: int, sets: list[list[Tensor]] = sets) -> Tensor:
             return gated(*sets[i % len(sets)])
 
-        seconds = _seconds(run, device)
+        seconds = clock.seconds(run)
         if call:
             curve.append(_rate(12.0 * numel, seconds, call))
         else:
@@ -274,11 +294,11 @@ def _rate(size: float, seconds: float, launch: float, calls: int = 1) -> tuple[f
     return size / calls, size / max(seconds - launch, 0.1 * seconds)
 
 
-def _collective_launch_s() -> float:
+def _collective_launch_s(clock: _Clock) -> float:
     """Of issuing and awaiting a collective whose communication costs nothing."""
     shard = torch.ones(64)
     with rehearsal.world(2, None):
-        return _seconds(lambda _: _c10d.wait_tensor(_gather(shard)), shard.device)
+        return clock.seconds(lambda _: _c10d.wait_tensor(_gather(shard)))
 
 
 def _gather(shard: Tensor) -> Tensor:
@@ -308,7 +328,7 @@ def _collective_s_per_byte() -> float:
     return max(0.0, statistics.median(more) / whole)
 
 
-def _parameter_s(profile: HardwareProfile) -> float:
+def _parameter_s(clock: _Clock, profile: HardwareProfile) -> float:
     """Of a step of a model of small parameters, what is left if its graphs take what they are predicted to."""
     free = replace(profile, network=flat("free", 2, alpha_s=1e-9, bandwidth_bytes_per_s=1e15))
     with rehearsal.world(2, None), tempfile.TemporaryDirectory() as folder:
@@ -324,7 +344,7 @@ def _parameter_s(profile: HardwareProfile) -> float:
             optimizer.zero_grad()
 
         step(0)
-        seconds = _seconds(step, tokens.device)
+        seconds = clock.seconds(step)
         (predicted,) = (json.loads(path.read_text()) for path in Path(folder).glob("*/prediction.json"))
         torch._dynamo.reset()
     graphs = predicted["forward_s"] + predicted["backward_s"]

@@ -30,21 +30,24 @@ def check_types(model: object, mesh: object, mp_policy: object, reshard_after_fo
             f"mp_policy: expected torch.distributed.fsdp.MixedPrecisionPolicy, found {type(mp_policy).__name__}"
         )
     if isinstance(reshard_after_forward, dict):
-        wrong = {k: v for k, v in reshard_after_forward.items() if not (isinstance(k, str) and isinstance(v, bool))}
+        wrong = {k: v for k, v in reshard_after_forward.items() if not (isinstance(k, str) and _is_reshard(v))}
         if wrong:
-            raise TypeError(f"reshard_after_forward: expected {{glob: bool}}, found {wrong!r}")
-    elif reshard_after_forward == "auto":
-        raise NotImplementedError("reshard_after_forward='auto' needs a planner, which is not there yet; use True")
+            raise TypeError(f"reshard_after_forward: expected {{glob: True, False or 'auto'}}, found {wrong!r}")
     elif isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         raise TypeError(
-            f"reshard_after_forward: expected True, False or {{glob: bool}}, found {reshard_after_forward!r}; "
+            f"reshard_after_forward: {_RESHARD}, found {reshard_after_forward!r}; "
             "gathering again from a smaller group is not supported. Use hybrid_shard on a mesh whose last dimension "
             "has that size"
         )
-    elif not isinstance(reshard_after_forward, bool):
-        raise TypeError(
-            f"reshard_after_forward: expected True, False or {{glob: bool}}, found {reshard_after_forward!r}"
-        )
+    elif not _is_reshard(reshard_after_forward):
+        raise TypeError(f"reshard_after_forward: {_RESHARD}, found {reshard_after_forward!r}")
+
+
+_RESHARD = "expected True, False, 'auto' or {glob: one of them}"
+
+
+def _is_reshard(value: object) -> bool:
+    return isinstance(value, bool) or value == "auto"
 
 
 def check_mode(mode: str | None, mesh: DeviceMesh | None) -> str:

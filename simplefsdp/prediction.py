@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from inductor_passes.timeline import Half, bound, replay, scheduled
+from inductor_passes.timeline import Half, Timeline, bound, replay, scheduled
 
 from .hardware import HardwareProfile
 from .plan import BucketPlan
@@ -90,11 +90,18 @@ class Prediction:
         )
 
 
+def timelines(plan: BucketPlan, halves: Sequence[Half]) -> tuple[Timeline, Timeline]:
+    """``plan`` on a forward and a backward graph."""
+    forward, backward = halves
+    first = scheduled(forward, plan.forward, ())
+    second = scheduled(backward, plan.backward, plan.reductions)
+    return replay(forward, first), replay(backward, second)
+
+
 def predict(plan: BucketPlan, halves: Sequence[Half], state: State, profile: HardwareProfile) -> Prediction:
     """What ``plan`` takes on a forward and a backward graph; an optimizer's step belongs to those with a backward."""
     forward, backward = halves
-    first = replay(forward, scheduled(forward, plan.forward, ()))
-    second = replay(backward, scheduled(backward, plan.backward, plan.reductions))
+    first, second = timelines(plan, halves)
     outside = profile.parameter_s * state.parameters + profile.memory_s(state.updated_bytes)
     return Prediction(
         plan.hash,

@@ -1,21 +1,27 @@
 """Plans that are searched for: ``"auto"`` and ``"greedy"``, given a hardware profile."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from inductor_passes.collectives import GraphParameter
+from inductor_passes.kept import choose_kept
 from inductor_passes.planner import auto, greedy, minimum, named
 from inductor_passes.timeline import Half, scheduled
 
 from .hardware import HardwareProfile
 from .plan import BucketPlan, Uses
-from .wrap import BLOCK, Buckets, resolve
+from .sharding import Reshard
+from .wrap import BLOCK, Buckets, Request, resolve
 
 SEARCHED = frozenset({"auto", "greedy"})
 """Names of plans that need a profile."""
 
 _TOLERANCE = 0.005
 """Of the predicted time, what ``auto`` gives for less memory where no budget is set: less than predictions err by."""
+
+_AIM = 97
+"""Percent of a memory budget that a peak is predicted to have at most: measured, it may be a little higher."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +56,13 @@ def search(
     """
     position = {fqn: i for i, (fqn, _) in enumerate(parameters)}
     known = resolve(BLOCK.prefetch, block, uses, parameters, kept)
-    room = math.inf if wanted.budget is None else wanted.budget - resident
+    room = _room(wanted, resident)
     minima = [minimum(half) for half in halves]
     least = max(found.timeline.peak for found in minima)
     if least > room:
         raise ValueError(
-            f"option 'memory_budget'={wanted.budget}: this step needs at least {least + resident} bytes, of which "
-            f"{resident} for shards and the optimizer's state"
+            f"option 'memory_budget'={wanted.budget}: this step needs at least {-(-100 * (least + resident) // _AIM)} "
+            f"bytes, of which {resident} for shards and the optimizer's state, {100 - _AIM} % as predictions err"
         )
     found = []
     for half, gathers, lowest in zip(halves, (known.forward, known.backward), minima, strict=True):
@@ -72,6 +78,38 @@ def search(
         named(half, best.schedule, position) for half, best in zip(halves, found, strict=True)
     )
     return BucketPlan(forward, backward, reductions, tuple(kept), parameters)
+
+
+def reshards(chosen: Reshard, fqn: str, plan: Request | Search | BucketPlan | None) -> bool | None:
+    """Whether a parameter is gathered again in backward; ``None``: as ``decided`` says."""
+    if chosen != "auto":
+        return chosen
+    if isinstance(plan, BucketPlan):
+        return fqn not in plan.kept
+    return None if isinstance(plan, Search) and plan.name == "auto" else True
+
+
+def decided(
+    wanted: Search, halves: Sequence[Half], resident: int, params: Mapping[int, GraphParameter]
+) -> dict[int, GraphParameter]:
+    """``params`` with what the planner is to decide: whether they are gathered again in backward.
+
+    Args:
+        halves: of graphs that gather all of these again.
+        resident: as in ``search``.
+    """
+    undecided = [param.fqn for param in params.values() if param.reshard is None]
+    forward, backward = halves
+    kept = choose_kept(forward, backward, undecided, _room(wanted, resident))
+    return {
+        i: replace(param, reshard=param.fqn not in kept if param.reshard is None else param.reshard)
+        for i, param in params.items()
+    }
+
+
+def _room(wanted: Search, resident: int) -> float:
+    """Bytes that are predicted at most, beside ``resident``."""
+    return math.inf if wanted.budget is None else wanted.budget * _AIM // 100 - resident
 
 
 def parse_bytes(value: object) -> int:

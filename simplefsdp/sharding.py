@@ -14,7 +14,7 @@ import functools
 import math
 from ast import literal_eval
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,9 @@ class Group(NamedTuple):
     ranks: int
 
 
+Reshard = bool | Literal["auto"]
+
+
 class Communication(NamedTuple):
     """All that a parameter's collectives depend on; the same on every rank."""
 
@@ -57,8 +60,9 @@ class Communication(NamedTuple):
     """Dtype of the gradient reduction; ``None``: as ``reduced_in`` says."""
     divide_factor: float | None = None
     """What the sum of all ranks' gradients is divided by; ``None``: the number of ranks."""
-    reshard_after_forward: bool = True
-    """Whether the full weight is dropped after forward and gathered again in backward."""
+    reshard_after_forward: Reshard = True
+    """Whether the full weight is dropped after forward and gathered again in backward; ``"auto"``: unless a planner
+    keeps it."""
 
     @property
     def groups(self) -> list[Group]:

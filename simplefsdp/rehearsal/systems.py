@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..api import simple_fsdp
 from ..hardware import HardwareProfile
+from ..sharding import Reshard
 from ..wrap import block_buckets, block_of, blocks
 
 
@@ -38,12 +39,19 @@ class System(NamedTuple):
     """Whether, on CUDA, it is streams of its own that wait for collectives: the record does not show compute then."""
 
 
-def ours(plan: Any = "block", inductor: Mapping[str, Any] | None = None, budget: int | None = None) -> System:
-    """This library with a plan, and a memory budget where that is searched for."""
+def ours(
+    plan: Any = "block",
+    inductor: Mapping[str, Any] | None = None,
+    budget: int | None = None,
+    reshard: Reshard | None = None,
+) -> System:
+    """This library with a plan, with a memory budget where that is searched for, and ``reshard`` instead of what all
+    systems are given."""
 
     def wrap(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
-        mesh, mp_policy, reshard, profile = parallelism
-        simple_fsdp(model, mesh, mp_policy=mp_policy, reshard_after_forward=reshard)
+        mesh, mp_policy, reshards, profile = parallelism
+        chosen = reshards if reshard is None else reshard
+        simple_fsdp(model, mesh, mp_policy=mp_policy, reshard_after_forward=chosen)
         options: Any = {"plan": plan, "inductor": dict(inductor or {}), "memory_budget": budget}
         if plan != "none":
             options["profile"] = profile
@@ -96,6 +104,7 @@ def _single(model: nn.Module, _parallelism: Parallelism) -> Callable[[Tensor], A
 SYSTEMS: Mapping[str, System] = {
     "block": ours("block"),
     "auto": ours("auto"),
+    "auto-kept": ours("auto", reshard="auto"),
     "greedy": ours("greedy"),
     "inductor": ours("none"),
     "fsdp2": System(_fsdp2, compiled=False, own_streams=True),
@@ -103,7 +112,8 @@ SYSTEMS: Mapping[str, System] = {
     "ddp": System(_ddp, compiled=False, sharded=False, own_streams=True),
     "single": System(_single, compiled=True, sharded=False),
 }
-"""By name. ``inductor``: our frontend, no buckets, nothing moved by us: what the installed torch makes of it."""
+"""By name. ``auto-kept``: the planner also decides which weights stay whole until backward.
+``inductor``: our frontend, no buckets, nothing moved by us: what the installed torch makes of it."""
 
 
 def cross_entropy(output: Any, targets: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
@@ -153,6 +154,28 @@ def test_attention_is_on_a_curve_of_its_own() -> None:
     attention = 2 * 2 * (2 * 4 * 4 * 8)  # two batched matmuls for two heads
     assert sum(forward.seconds) == pytest.approx(2 * 8 * 8 * 8 + 10 * attention, rel=0.01)
     assert sum(backward.seconds) > 2 * 10 * attention
+
+
+class Talks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = all_reduce(F.linear(x, self.weight), "sum", [0, 1, 2, 3])
+        return F.linear(found, self.weight) * found
+
+
+def test_collectives_that_are_no_parameters_take_their_time_and_memory() -> None:
+    forward, backward = halves(Talks(), torch.ones(4, 8, requires_grad=True))
+    nbytes = 4 * 8 * 4
+    collective = 0.5 + 3.0 * (1 + nbytes / 100)
+    product = 3 * nbytes / 1000
+    assert sum(forward.seconds) == pytest.approx(2 * 2 * 4 * 8 * 8 + collective + product)
+    assert sum(backward.seconds) > 4 * 2 * 4 * 8 * 8 + collective
+    # What was reduced is there until the product is, and saved for backward with the second matmul's result.
+    assert forward.between[-1] == 3 * nbytes
+    assert [gather.fqn for gather in forward.gathers] == ["weight"]
 
 
 def test_rows_that_do_not_divide_give_every_rank_the_same() -> None:

@@ -58,7 +58,6 @@ class TestArguments(expecttest.TestCase):
             refuse(reshard_after_forward=2),
             refuse(reshard_after_forward="yes"),
             refuse(reshard_after_forward={"bias": 1}),
-            refuse(reshard_after_forward="auto"),
             refuse(gradient_divide_factor="2"),
             refuse(ignored_params=["weight"]),
         ]
@@ -71,10 +70,9 @@ TypeError: model: ModuleList has no forward of its own; pass the module that cal
 TypeError: model: ParameterDict has no forward of its own; pass the module that calls its members
 TypeError: mesh: expected a DeviceMesh or None, found str
 TypeError: mp_policy: expected torch.distributed.fsdp.MixedPrecisionPolicy, found dtype
-TypeError: reshard_after_forward: expected True, False or {glob: bool}, found 2; gathering again from a smaller group is not supported. Use hybrid_shard on a mesh whose last dimension has that size
-TypeError: reshard_after_forward: expected True, False or {glob: bool}, found 'yes'
-TypeError: reshard_after_forward: expected {glob: bool}, found {'bias': 1}
-NotImplementedError: reshard_after_forward='auto' needs a planner, which is not there yet; use True
+TypeError: reshard_after_forward: expected True, False, 'auto' or {glob: one of them}, found 2; gathering again from a smaller group is not supported. Use hybrid_shard on a mesh whose last dimension has that size
+TypeError: reshard_after_forward: expected True, False, 'auto' or {glob: one of them}, found 'yes'
+TypeError: reshard_after_forward: expected {glob: True, False or 'auto'}, found {'bias': 1}
 TypeError: gradient_divide_factor: expected a number, found '2'
 TypeError: ignored_params: expected parameters, found str""",
         )

@@ -20,6 +20,7 @@ from simplefsdp import BucketPlan, HardwareProfile, manual_plan, simple_fsdp
 from simplefsdp.backend import parse_options, passes_for
 from simplefsdp.hardware import flat, save
 from simplefsdp.search import parse_bytes
+from simplefsdp.sharding import Reshard
 from tests.graphs import capture
 from tests.models import batch, tiny_llama, train
 from tests.ranks import Ranks, fake_group
@@ -39,9 +40,11 @@ PROFILE = HardwareProfile(
 """Of a device on which a collective takes as long as a block of ``tiny_llama``, so that some are merged."""
 
 
-def planned(folder: Path, plan: str = "auto", model: nn.Module | None = None, **options: Any) -> BucketPlan:
-    model = simple_fsdp(tiny_llama() if model is None else model)
-    options |= {"plan": plan, "lower_with": "aot_eager", "report_dir": str(folder), "profile": PROFILE}
+def planned(
+    folder: Path, plan: Any = "auto", model: nn.Module | None = None, reshard: Any = True, **options: Any
+) -> BucketPlan:
+    model = simple_fsdp(tiny_llama() if model is None else model, reshard_after_forward=reshard)
+    options = {"profile": PROFILE} | options | {"plan": plan, "lower_with": "aot_eager", "report_dir": str(folder)}
     torch._dynamo.reset()
     torch.compile(model, backend="simplefsdp", options=options)(*batch(0, 0)).backward()
     (path,) = folder.glob("*/plan.json")
@@ -103,6 +106,42 @@ def test_auto_knows_of_block_and_greedy_and_gives_time_for_memory_without_a_budg
     assert [tolerance for *_, tolerance in told] == [0.005, 0.005, 0.0, 0.0]
     for (half, proposals, _), gathers in zip(told, [block.forward, block.backward] * 2, strict=True):
         assert proposals == [scheduled(half, gathers, block.reductions), greedy(half).schedule]
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_the_planner_keeps_what_it_is_left_to_decide_as_the_budget_allows(tmp_path: Path) -> None:
+    def again(plan: BucketPlan) -> set[str]:
+        return {fqn for bucket in plan.backward for fqn in bucket.fqns}
+
+    needed = again(planned(tmp_path / "all"))
+    everything = planned(tmp_path / "free", reshard="auto")
+    assert {"output.weight", "norm.weight"} < set(everything.kept) < needed  # the last ones hide under what is before
+    assert again(everything) == needed - set(everything.kept)
+    some = planned(tmp_path / "some", reshard={"*": "auto", "output.*": True, "layers.0.*": False})
+    assert "output.weight" in again(some)
+    assert set(some.kept) >= {fqn for fqn in needed if fqn.startswith("layers.0.")}
+    with pytest.raises(Exception, match="needs at least") as error:
+        planned(tmp_path / "none", reshard="auto", memory_budget=1)
+    least = int(re.findall(r"at least (\d+)", str(error.value))[0])
+    assert planned(tmp_path / "least", reshard="auto", memory_budget=least).kept == ()
+    kept = [len(planned(tmp_path / str(n), reshard="auto", memory_budget=least + n).kept) for n in (20_000, 60_000)]
+    assert 0 < kept[0] < kept[1] < len(everything.kept)
+    quick = replace(
+        PROFILE, network=flat("quick", 8, alpha_s=1e-9, bandwidth_bytes_per_s=1e15), collective_launch_s=0.0
+    )
+    assert planned(tmp_path / "quick", reshard="auto", profile=quick).kept == ()
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_what_is_left_to_a_planner_is_as_a_saved_plan_has_it_and_else_resharded(tmp_path: Path) -> None:
+    whole = planned(tmp_path / "free", reshard="auto")
+    assert planned(tmp_path / "saved", whole, reshard="auto") == whole
+    saved = planned(tmp_path / "block", "block")
+    assert planned(tmp_path / "again", saved, reshard="auto") == saved
+    for plan in ("block", "greedy"):
+        assert planned(tmp_path / f"{plan} auto", plan, reshard="auto").kept == ()
+    with pytest.raises(Exception, match="kept whole after forward in the plan, not in the model"):
+        planned(tmp_path / "refused", whole)
 
 
 @pytest.mark.usefixtures("one_of_four")
@@ -236,9 +275,10 @@ def test_a_saved_plan_is_accepted_again(tmp_path: Path, shape: tuple[int, ...]) 
 
 def _same_training(lowering: str, tolerance: float) -> None:
     found = []
-    for plan in ["none", "auto", *(["greedy"] if lowering == "aot_eager" else [])]:
+    plans: list[tuple[str, Reshard]] = [("none", True), ("auto", "auto")]
+    for plan, reshard in plans + ([("auto", True), ("greedy", True)] if lowering == "aot_eager" else []):
         torch.manual_seed(0)
-        model = simple_fsdp(tiny_llama())
+        model = simple_fsdp(tiny_llama(), reshard_after_forward=reshard)
         options: Any = {"plan": plan, "profile": PROFILE, "lower_with": lowering}
         compiled = torch.compile(model, backend="simplefsdp", options=options)
         found.append(train(model, compiled, 2, dist.get_rank()))

@@ -1,0 +1,53 @@
+"""Which weights stay whole from forward to backward: the time that a second gather takes, against memory.
+
+Weights are kept in the order in which backward needs them. Those that it needs first are held for the shortest time,
+and there is nothing yet under which their gather could hide. How many are kept is searched, with a schedule for each
+choice (``planner.py``): the fewest bytes that are about as fast as the fastest choice under the budget.
+"""
+
+import math
+from collections.abc import Collection
+from itertools import accumulate
+
+from .planner import auto
+from .timeline import Half
+
+_PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
+"""Of the bytes of all weights that may be kept, how many are tried."""
+_TOLERANCE = 0.005
+"""Of the predicted time, what is given for keeping less: less than predictions err by."""
+
+
+def choose_kept(forward: Half, backward: Half, candidates: Collection[str], budget: float = math.inf) -> frozenset[str]:
+    """The FQNs among ``candidates`` to keep, so that both graphs together are fast and neither needs more than
+    ``budget`` bytes; empty if no choice fits. The graphs are those that keep none of them."""
+    gathers = [gather for gather in backward.gathers if gather.fqn in candidates]
+    nbytes = list(accumulate((gather.nbytes for gather in gathers), initial=0))
+    counts = {max(n for n, there in enumerate(nbytes) if there <= part * nbytes[-1]) for part in (0, *_PARTS)}
+    found: list[tuple[float, frozenset[str]]] = []
+    for count in sorted(counts):
+        fqns = frozenset(gather.fqn for gather in gathers[:count])
+        halves = keep_whole(forward, backward, fqns)
+        # Without a budget forward takes as long, whatever it leaves behind.
+        schedules = [auto(half, budget) for half in (halves if budget < math.inf else halves[1:])]
+        if all(schedules):
+            found.append((sum(schedule.timeline.seconds for schedule in schedules if schedule), fqns))
+    fastest = min((seconds for seconds, _ in found), default=0.0)
+    return next((fqns for seconds, fqns in found if seconds <= (1 + _TOLERANCE) * fastest), frozenset())
+
+
+def keep_whole(forward: Half, backward: Half, fqns: Collection[str]) -> tuple[Half, Half]:
+    """The same graphs if ``backward`` is given these weights and gathers them no more."""
+    end = len(forward.seconds)
+    gathers = tuple(g._replace(last=end) if g.fqn in fqns else g for g in forward.gathers)
+    during, between = list(backward.nbytes), list(backward.between)
+    for gather in backward.gathers:
+        if gather.fqn in fqns:
+            for step in range(min(gather.last + 1, len(during))):
+                during[step] += gather.nbytes
+            for slot in range(min(gather.last + 1, len(between))):
+                between[slot] += gather.nbytes
+    left = tuple(gather for gather in backward.gathers if gather.fqn not in fqns)
+    return forward._replace(gathers=gathers), backward._replace(
+        nbytes=tuple(during), between=tuple(between), gathers=left
+    )

@@ -1,0 +1,75 @@
+"""The predicted schedule of a step, for Perfetto (ui.perfetto.dev): compute, process groups and memory over time.
+
+Chrome's trace event format: complete events (``"X"``), counters (``"C"``) and names (``"M"``); times in microseconds.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from inductor_passes.timeline import Half, Span, Timeline
+
+_COMPUTE = 0
+"""The first track; process groups have the following ones."""
+
+
+def trace(halves: Sequence[Half], timelines: Sequence[Timeline], resident: int = 0) -> str:
+    """JSON of a forward and a backward graph, one after the other.
+
+    Compute is in the track ``compute``, with the time that it waits for each collective as ``exposed``; collectives are
+    in that of their process group, with FQNs, bytes, and when they were issued and awaited. ``memory`` counts
+    ``resident`` bytes and what the graphs need.
+    """
+    channels = list(dict.fromkeys(span.kind.channel for timeline in timelines for span in timeline.spans))
+    tracks = ["compute", *(f"group {channel}" for channel in channels)]
+    events: list[dict[str, Any]] = [_named("process_name", 0, "predicted")]
+    events += [_named("thread_name", track, name) for track, name in enumerate(tracks)]
+    begin = 0.0
+    for direction, half, timeline in zip(("forward", "backward"), halves, timelines, strict=True):
+        for step, seconds in enumerate(half.seconds):
+            events.append(_complete(_COMPUTE, f"{direction} {step}", "compute", begin + timeline.starts[step], seconds))
+        for span in timeline.spans:
+            track = 1 + channels.index(span.kind.channel)
+            events += _of_span(track, _what(half, span), span, begin)
+        for start, nbytes in zip(timeline.starts, timeline.memory, strict=True):
+            counted = {
+                "ph": "C",
+                "name": "memory",
+                "pid": 0,
+                "ts": _us(begin + start),
+                "args": {"bytes": resident + nbytes},
+            }
+            events.append(counted)
+        begin += timeline.seconds
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1) + "\n"
+
+
+def _of_span(track: int, what: str, span: Span, begin: float) -> Iterator[dict[str, Any]]:
+    name = f"{what} {span.fqns[0]}" + (f" and {len(span.fqns) - 1} more" if len(span.fqns) > 1 else "")
+    about = {
+        "parameters": list(span.fqns),
+        "bytes": span.nbytes,
+        "issued_us": _us(begin + span.issued),
+        "awaited_us": _us(begin + span.awaited),
+    }
+    yield _complete(track, name, what, begin + span.started, span.finished - span.started) | {"args": about}
+    if span.finished > span.awaited:
+        yield _complete(_COMPUTE, f"wait for {name}", "exposed", begin + span.awaited, span.finished - span.awaited)
+
+
+def _what(half: Half, span: Span) -> str:
+    if any(gather.kind == span.kind for gather in half.gathers):
+        return "gather"
+    return "reduce" if any(reduction.kind == span.kind for reduction in half.reductions) else "all-reduce"
+
+
+def _complete(track: int, name: str, category: str, start: float, seconds: float) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": category, "pid": 0, "tid": track, "ts": _us(start), "dur": _us(seconds)}
+
+
+def _named(what: str, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": 0, "tid": track, "args": {"name": name}}
+
+
+def _us(seconds: float) -> float:
+    return 1e6 * seconds
