@@ -123,9 +123,8 @@ def test_the_planner_keeps_what_it_is_left_to_decide_as_the_budget_allows(tmp_pa
     with pytest.raises(Exception, match="needs at least") as error:
         planned(tmp_path / "none", reshard="auto", memory_budget=1)
     least = int(re.findall(r"at least (\d+)", str(error.value))[0])
-    assert planned(tmp_path / "least", reshard="auto", memory_budget=least).kept == ()
-    kept = [len(planned(tmp_path / str(n), reshard="auto", memory_budget=least + n).kept) for n in (20_000, 60_000)]
-    assert 0 < kept[0] < kept[1] < len(everything.kept)
+    tight, loose = (set(planned(tmp_path / str(n), reshard="auto", memory_budget=least + n).kept) for n in (0, 150_000))
+    assert tight < loose <= set(everything.kept)
     quick = replace(
         PROFILE, network=flat("quick", 8, alpha_s=1e-9, bandwidth_bytes_per_s=1e15), collective_launch_s=0.0
     )
