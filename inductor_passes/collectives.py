@@ -135,7 +135,7 @@ def identify(graph: Graph, params: Mapping[int, GraphParameter]) -> list[str]:
 
 def deterministic(node: Node) -> bool:
     """Whether ``node`` computes a tensor (or a tuple of them) from other nodes and nothing else."""
-    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
+    if not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is operator.getitem

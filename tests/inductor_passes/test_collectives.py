@@ -1,21 +1,24 @@
 """Which collective belongs to which parameter, and the merging of repeated ones."""
 
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
 from inductor_passes._compat import parameter_gradients, parameter_inputs
-from inductor_passes.collectives import deterministic, gathers, identify, reductions
+from inductor_passes.collectives import deterministic, gathers, identify, reductions, source_chain
 from simplefsdp import simple_fsdp
-from tests.graphs import ALL_GATHER, PARTITIONERS, REDUCE_SCATTER, WAIT, capture, copy, fqns, nodes
+from tests.graphs import ALL_GATHER, ALL_REDUCE, PARTITIONERS, REDUCE_SCATTER, WAIT, capture, copy, fqns, nodes
 from tests.models import batch, tiny_llama
+from tests.ranks import fake_group
 
 pytestmark = pytest.mark.usefixtures("one_of_four")
 
@@ -142,6 +145,62 @@ def test_a_gradient_that_is_not_a_reduction_is_reported():
     decayed.meta = dict(gradient.meta)
     graph.output_node().replace_input_with(gradient, decayed)
     assert identify(graph, captured.params) == [captured.params[index].fqn]
+
+
+def test_ignored_parameters_are_nobody_s():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    captured = capture(simple_fsdp(model, ignored_params=model[0].parameters()), torch.zeros(2, 4))
+    assert sorted(fqns(captured.forward, ALL_GATHER)) == [("1.bias",), ("1.weight",)]
+    assert sorted(fqns(captured.backward, REDUCE_SCATTER)) == [("1.bias",), ("1.weight",)]
+
+
+def test_an_all_reduce_that_follows_belongs_to_its_reduction():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    captured = capture(simple_fsdp(nn.Linear(4, 8), mesh), torch.zeros(2, 4))
+    found = reductions(captured.backward)
+    assert sorted(reduction.fqns for reduction in found) == [("bias",), ("weight",)]
+    for reduction in found:
+        assert reduction.then is not None
+        assert [node.target for node in reduction.steps] == [REDUCE_SCATTER, ALL_REDUCE]
+        assert reduction.result is reduction.then.wait
+        assert reduction.reduction_kind() != replace(reduction, then=None).reduction_kind()
+        elsewhere = replace(reduction.then, node=reduction.node)
+        assert reduction.reduction_kind() != replace(reduction, then=elsewhere).reduction_kind()
+    assert replace(found[0], then=None).result is found[0].wait
+
+
+def test_what_leads_from_a_shard_to_its_gather_is_a_pad_a_cast_or_a_view():
+    dist.destroy_process_group()
+    with fake_group(4, 3):  # whose shard of 5 rows is empty, and padded
+        model = simple_fsdp(nn.Linear(3, 5, bias=False), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        (gather,) = gathers(capture(model, torch.ones(2, 3)).forward)
+    dist.init_process_group("fake", rank=0, world_size=4)
+    chain = source_chain(gather.node)
+    assert [node.all_input_nodes[0] for node in chain[1:]] == chain[:-1]
+    assert (chain[0].all_input_nodes[0].op, chain[-1]) == ("placeholder", gather.input)
+    packets = [node.target._overloadpacket for node in chain]
+    assert torch.ops.aten.constant_pad_nd in packets
+    assert {torch.ops.aten._to_copy, torch.ops.prims.convert_element_type} & set(packets)
+    with gather.node.graph.inserting_before(gather.node):
+        other = gather.node.graph.call_function(torch.ops.aten.relu.default, (gather.input,))
+    gather.node.replace_input_with(gather.input, other)
+    with pytest.raises(AssertionError, match="relu.*: expected a pad, cast or view of a shard before its all-gather"):
+        source_chain(gather.node)
+
+
+def test_complex_gradients_are_reduced_by_themselves():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.real = nn.Parameter(torch.ones(8, 2))
+            self.complex = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (x @ self.real).sum() + (x * self.complex).abs().sum()
+
+    kinds = {r.fqns[0]: r.reduction_kind() for r in reductions(capture(simple_fsdp(Both()), torch.ones(4, 8)).backward)}
+    assert kinds["real"] != kinds["complex"]
+    assert [a == b for a, b in zip(kinds["real"], kinds["complex"], strict=True)].count(False) == 1
 
 
 def test_a_chain_goes_on_through_what_computes_tensors_from_nothing_but_nodes():
