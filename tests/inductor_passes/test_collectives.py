@@ -184,7 +184,7 @@ def test_what_leads_from_a_shard_to_its_gather_is_a_pad_a_cast_or_a_view():
     with gather.node.graph.inserting_before(gather.node):
         other = gather.node.graph.call_function(torch.ops.aten.relu.default, (gather.input,))
     gather.node.replace_input_with(gather.input, other)
-    with pytest.raises(AssertionError, match="relu.*: expected a pad, cast or view of a shard before its all-gather"):
+    with pytest.raises(AssertionError, match=r"relu.*: expected a pad, cast or view of a shard before its all-gather"):
         source_chain(gather.node)
 
 
