@@ -18,6 +18,7 @@ import torch
 from benchmarks.overlap import RESULTS, SCENARIOS, machine, prepared
 from simplefsdp.rehearsal.systems import ours
 from simplefsdp.rehearsal.trial import Trial, fresh_compile_cache, measure
+from simplefsdp.search import AIM
 
 
 def run(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
@@ -40,7 +41,7 @@ def run(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
             least = int(found[1])
         torch._dynamo.reset()
         trials, predicted = [trial(None)], [predictions.found[-1]]
-        most = predicted[0].peak_bytes
+        most = -(-100 * predicted[0].peak_bytes // AIM)
         for i in reversed(range(count)):
             trials.append(trial(least + (most - least) * i // count))
             predicted.append(predictions.found[-1])

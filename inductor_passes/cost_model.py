@@ -4,7 +4,7 @@ Matmuls, convolutions and attention take their operations (``torch.utils.flop_co
 has for a call of that size, or the time that their bytes take, if that is more. Pointwise operators and reductions are
 fused as Inductor would: neighbours between which there is no matmul are one *region*, a kernel that reads what comes
 from outside of it and writes what is used outside of it. Anything else reads and writes all that it has. Collectives of
-the model's own take their time where they are issued, as if nothing hid them.
+the model's own, but coalesced ones, take their time where they are issued, as if nothing hid them.
 """
 
 import math
@@ -56,7 +56,8 @@ class Profile(Protocol):
         """Of a kernel that reads and writes so many bytes."""
 
     def collective_s(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
-        """Of an all-gather, a reduce-scatter or an all-reduce over these ranks; ``nbytes`` of the whole tensor."""
+        """Of a collective over these ranks: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``,
+        ``"broadcast"``; ``nbytes`` of the whole tensor."""
 
 
 class Costs(NamedTuple):
@@ -172,7 +173,8 @@ _OWN = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
-    "all_to_all_single": "all_gather",  # as many bytes cross the link
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
 }
 
 

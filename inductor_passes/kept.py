@@ -13,7 +13,7 @@ from .planner import auto
 from .timeline import Half
 
 _PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
-"""Of the bytes of all weights that may be kept, how many are tried."""
+"""Of the bytes of all weights that may be kept, how many are tried, besides none and the first weight."""
 _TOLERANCE = 0.005
 """Of the predicted time, what is given for keeping less: less than predictions err by."""
 
@@ -22,16 +22,18 @@ def choose_kept(forward: Half, backward: Half, candidates: Collection[str], budg
     """The FQNs among ``candidates`` to keep, so that both graphs together are fast and neither needs more than
     ``budget`` bytes; empty if no choice fits. The graphs are those that keep none of them."""
     gathers = [gather for gather in backward.gathers if gather.fqn in candidates]
+    if not gathers:
+        return frozenset()
     nbytes = list(accumulate((gather.nbytes for gather in gathers), initial=0))
-    counts = {max(n for n, there in enumerate(nbytes) if there <= part * nbytes[-1]) for part in (0, *_PARTS)}
+    counts = {max(n for n, there in enumerate(nbytes) if there <= part * nbytes[-1]) for part in _PARTS}
+    alone = auto(forward) if budget == math.inf else None  # then it takes as long, whatever it leaves behind
     found: list[tuple[float, frozenset[str]]] = []
-    for count in sorted(counts):
+    for count in sorted({0, 1, *counts}):
         fqns = frozenset(gather.fqn for gather in gathers[:count])
         halves = keep_whole(forward, backward, fqns)
-        # Without a budget forward takes as long, whatever it leaves behind.
-        schedules = [auto(half, budget) for half in (halves if budget < math.inf else halves[1:])]
-        if all(schedules):
-            found.append((sum(schedule.timeline.seconds for schedule in schedules if schedule), fqns))
+        first, second = alone or auto(halves[0], budget), auto(halves[1], budget)
+        if first and second:
+            found.append((first.timeline.seconds + second.timeline.seconds, fqns))
     fastest = min((seconds for seconds, _ in found), default=0.0)
     return next((fqns for seconds, fqns in found if seconds <= (1 + _TOLERANCE) * fastest), frozenset())
 

@@ -389,6 +389,7 @@ class _Due:
     """When the gathers of a choice are to be issued."""
 
     def __init__(self, half: Half, choice: _Choice, run: Replay):
+        self.members = choice.gathers
         self.uses = [min(half.gathers[i].use for i in members) for members in choice.gathers]
         self._room = choice.room
         self._margin = choice.margin
@@ -406,7 +407,7 @@ class _Due:
             margin = choice.margin * cost if cost else 0.0
             self._latest[k] = min(self._at[self.uses[k]], self._latest[k + 1]) - cost - margin
         copied = [0] * len(half.between)
-        for use, nbytes, members in zip(self.uses, self._nbytes, choice.gathers, strict=True):
+        for use, nbytes, members in zip(self.uses, self._nbytes, self.members, strict=True):
             copied[use] = max(copied[use], nbytes if len(members) > 1 else 0)
         self._read = list(accumulate(run.last_read, initial=0))
         """Bytes of weights that are not needed any longer, at each slot."""

@@ -87,8 +87,9 @@ def simple_fsdp(
             parameters are not cast.
         reshard_after_forward: ``True`` drops full weights after forward and gathers them again in backward;
             ``False`` keeps them until backward. ``"auto"``: the planner of ``plan="auto"`` keeps those whose second
-            gather would cost time, as far as ``memory_budget`` allows, all of them if there is none; a saved plan
-            says which it keeps; under any other plan, and without ``torch.compile``, it is ``True``.
+            gather would cost time, as far as ``memory_budget`` allows, or on a GPU 92 % of its memory; kept weights of
+            other graphs (behind a graph break) are not counted. A saved plan says which it keeps; under any other
+            plan, and without ``torch.compile``, it is ``True``.
             ``{glob: one of these}`` over FQNs sets it per parameter: the last glob that matches counts, parameters
             matched by none are resharded.
         shard_placement_fn: called with each parameter as it was; returns the ``Shard`` of its dim, uneven ones

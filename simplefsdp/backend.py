@@ -22,9 +22,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import register_backend
 from torch._functorch.aot_autograd import make_boxed_func
-from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule
-from torch.nn import Parameter
 
 import inductor_passes
 from inductor_passes._compat import (
@@ -51,12 +49,13 @@ from inductor_passes.report import Report
 from inductor_passes.timeline import Half
 
 from ._messages import unknown
+from .checks import warn_of_whole_parameters
 from .devices import built_in, is_built_in
 from .hardware import HardwareProfile, load_profile
 from .plan import BucketPlan, Uses
 from .prediction import State, predict, state_of, timelines
 from .recompute import CHANGED_WHILE_WHOLE
-from .search import SEARCHED, Search, decided, parse_bytes, reshards, search
+from .search import SEARCHED, Search, choose, decided, fits, parse_bytes, reshards, search
 from .sharding import ShardedModel, ShardedParameter, unshard
 from .trace import trace
 from .wrap import BLOCK, Buckets, Request, resolve
@@ -157,14 +156,17 @@ def _profile(options: Options, device: torch.device) -> HardwareProfile | None:
     return built_in(profile) if isinstance(profile, str) and is_built_in(profile) else load_profile(profile)
 
 
-def _requested(options: Options, profile: HardwareProfile | None) -> Request | Search | BucketPlan | None:
+def _requested(
+    options: Options, profile: HardwareProfile | None, device: torch.device
+) -> Request | Search | BucketPlan | None:
     plan, budget = options.plan, options.memory_budget
     if isinstance(plan, Request | BucketPlan):
         return plan
     if plan == "none":
         return None
     if plan in SEARCHED and profile is not None:
-        return Search(str(plan), profile, None if budget is None else parse_bytes(budget))
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        return Search(str(plan), profile, None if budget is None else parse_bytes(budget), memory)
     if plan == "greedy" or budget is not None:
         asked = "'plan'='greedy'" if plan == "greedy" else "'memory_budget'"
         raise ValueError(f"option {asked}: needs option 'profile', or {_CALIBRATE} before")
@@ -274,16 +276,26 @@ class Passes:
 
     def on_partition(self, joint: GraphModule, inputs: Any, **kwargs: Any) -> Halves:
         """In place of torch's partitioner."""
-        params = self.params
-        if any(param.reshard is None for param in params.values()):
-            assert isinstance(self.request, Search)
-            first, second = partition(GraphModule(joint, copy.deepcopy(joint.graph)), inputs, **kwargs)
-            both = self._predictable(first.graph, second.graph)
-            params = decided(self.request, both, self.state.resident_bytes, params)
-            tag(joint.graph, params)
-        forward, backward = partition(joint, inputs, **kwargs)
+        undecided = any(param.reshard is None for param in self.params.values())
+        halves, params = self._keep(joint, inputs, **kwargs) if undecided else (None, self.params)
+        forward, backward = halves or partition(joint, inputs, **kwargs)
         self._plan(forward.graph, backward.graph, params)
         return forward, backward
+
+    def _keep(self, joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[Halves, dict[int, GraphParameter]]:
+        """The halves in which what the planner chooses stays whole, and what it chose."""
+        assert isinstance(self.request, Search)
+        resharded = partition(GraphModule(joint, copy.deepcopy(joint.graph)), inputs, **kwargs)
+        resident, predictable = self.state.resident_bytes, self._predictable(*(half.graph for half in resharded))
+        kept = choose(self.request, predictable, resident, self.params)
+        if kept:
+            params = decided(self.params, kept)
+            tag(joint.graph, params)
+            halves = partition(joint, inputs, **kwargs)
+            # What is computed of a kept weight alone was not foreseen.
+            if fits(self.request, self._predictable(*(half.graph for half in halves)), resident):
+                return halves, params
+        return resharded, decided(self.params, ())
 
     def _predictable(self, forward: Graph, backward: Graph) -> list[Half]:
         """What there is to schedule in both, if there is a profile."""
@@ -389,8 +401,9 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
     models: list[ShardedModel] = list(dict.fromkeys(info.model for info in found.values()))
     prefix = {model: f"model{i}:" if len(models) > 1 else "" for i, model in enumerate(models)}
     values = [example_inputs[index] for index in found]
-    profile = _profile(options, values[0].device if values else torch.device("cpu"))
-    request = _requested(options, profile)
+    device = values[0].device if values else torch.device("cpu")
+    profile = _profile(options, device)
+    request = _requested(options, profile, device)
     wrap = BLOCK if isinstance(request, Search) else request
     buckets = [
         tuple(prefix[model] + fqn for fqn in fqns)
@@ -407,7 +420,7 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
         )
         for index, info in found.items()
     }
-    _warn_of_parameters_that_are_not_sharded(example_inputs, bool(found))
+    warn_of_whole_parameters(example_inputs, bool(found))
     about = (
         f"simplefsdp {_source_hash().hex()[:16]}",
         *(_line(params[index], info, example_inputs[index]) for index, info in found.items()),
@@ -450,25 +463,6 @@ def _stable(value: Any) -> str:
     """``repr`` without addresses."""
     uuid = getattr(value, "uuid", None)
     return f"{type(value).__qualname__} {uuid()}" if callable(uuid) else re.sub(r" at 0x\w+", "", repr(value))
-
-
-def _warn_of_parameters_that_are_not_sharded(example_inputs: Sequence[Any], some_are: bool) -> None:
-    """Their gradients would differ between the ranks."""
-    missed = [
-        tuple(value.shape)
-        for value in example_inputs
-        if isinstance(value, Parameter) and value.requires_grad and not isinstance(value, DTensor)
-        if not getattr(value, "simple_fsdp_ignored", False)
-    ]
-    if missed and not some_are:
-        log.warning("no parameter of this graph is sharded; call simple_fsdp(model) before torch.compile")
-    elif missed:
-        log.warning(
-            "%d parameters of this graph are not sharded and their gradients not reduced (shapes %s); were they added "
-            "after simple_fsdp()? If that is meant, name them in ignored_params",
-            len(missed),
-            missed[:5],
-        )
 
 
 def _refuse_changed_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> None:

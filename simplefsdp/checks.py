@@ -1,5 +1,7 @@
-"""What ``simple_fsdp`` refuses, before anything is changed and before any collective."""
+"""What ``simple_fsdp`` refuses, before anything is changed and before any collective; and what compiling warns of."""
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from ._messages import unknown
 from .parametrization import ShardedModule
+
+log = logging.getLogger("simplefsdp")
 
 MODES = ("fully_shard", "hybrid_shard", "replicate")
 
@@ -171,3 +175,22 @@ def check_placement(fqn: str, param: nn.Parameter, found: Any) -> Shard | None:
             f"shard_placement_fn: found {found!r} for {fqn}, which has {param.ndim} dims (shape {tuple(param.shape)})"
         )
     return Shard(found.dim % param.ndim)
+
+
+def warn_of_whole_parameters(example_inputs: Sequence[Any], some_are: bool) -> None:
+    """Their gradients would differ between the ranks."""
+    missed = [
+        tuple(value.shape)
+        for value in example_inputs
+        if isinstance(value, nn.Parameter) and value.requires_grad and not isinstance(value, DTensor)
+        if not getattr(value, "simple_fsdp_ignored", False)
+    ]
+    if missed and not some_are:
+        log.warning("no parameter of this graph is sharded; call simple_fsdp(model) before torch.compile")
+    elif missed:
+        log.warning(
+            "%d parameters of this graph are not sharded and their gradients not reduced (shapes %s); were they added "
+            "after simple_fsdp()? If that is meant, name them in ignored_params",
+            len(missed),
+            missed[:5],
+        )

@@ -1,7 +1,7 @@
 """Plans that are searched for: ``"auto"`` and ``"greedy"``, given a hardware profile."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from inductor_passes.collectives import GraphParameter
@@ -20,7 +20,9 @@ SEARCHED = frozenset({"auto", "greedy"})
 _TOLERANCE = 0.005
 """Of the predicted time, what ``auto`` gives for less memory where no budget is set: less than predictions err by."""
 
-_AIM = 97
+_OF_DEVICE = 92
+"""Percent of a device's memory that is planned with: the rest is for its context and for what is fragmented."""
+AIM = 97
 """Percent of a memory budget that a peak is predicted to have at most: measured, it may be a little higher."""
 
 
@@ -33,6 +35,8 @@ class Search:
     profile: HardwareProfile
     budget: int | None
     """Bytes: of the highest peak."""
+    device_bytes: int | None = None
+    """Of a GPU's memory: what is kept without a budget must fit, too."""
 
 
 def search(
@@ -61,8 +65,8 @@ def search(
     least = max(found.timeline.peak for found in minima)
     if least > room:
         raise ValueError(
-            f"option 'memory_budget'={wanted.budget}: this step needs at least {-(-100 * (least + resident) // _AIM)} "
-            f"bytes, of which {resident} for shards and the optimizer's state, {100 - _AIM} % as predictions err"
+            f"option 'memory_budget'={wanted.budget}: this step needs at least {-(-100 * (least + resident) // AIM)} "
+            f"bytes, of which {resident} for shards and the optimizer's state, {100 - AIM} % as predictions err"
         )
     found = []
     for half, gathers, lowest in zip(halves, (known.forward, known.backward), minima, strict=True):
@@ -89,27 +93,38 @@ def reshards(chosen: Reshard, fqn: str, plan: Request | Search | BucketPlan | No
     return None if isinstance(plan, Search) and plan.name == "auto" else True
 
 
-def decided(
+def choose(
     wanted: Search, halves: Sequence[Half], resident: int, params: Mapping[int, GraphParameter]
-) -> dict[int, GraphParameter]:
-    """``params`` with what the planner is to decide: whether they are gathered again in backward.
+) -> frozenset[str]:
+    """Which of the parameters that are left to the planner stay whole until backward.
 
     Args:
         halves: of graphs that gather all of these again.
         resident: as in ``search``.
     """
-    undecided = [param.fqn for param in params.values() if param.reshard is None]
     forward, backward = halves
-    kept = choose_kept(forward, backward, undecided, _room(wanted, resident))
+    room = _room(wanted, resident)
+    if wanted.budget is None and wanted.device_bytes is not None:
+        room = wanted.device_bytes * _OF_DEVICE // 100 - resident
+    return choose_kept(forward, backward, [p.fqn for p in params.values() if p.reshard is None], room)
+
+
+def decided(params: Mapping[int, GraphParameter], kept: Collection[str]) -> dict[int, GraphParameter]:
+    """``params`` where those that were left to the planner are resharded, unless they are ``kept``."""
     return {
-        i: replace(param, reshard=param.fqn not in kept if param.reshard is None else param.reshard)
+        i: replace(param, reshard=param.fqn not in kept) if param.reshard is None else param
         for i, param in params.items()
     }
 
 
+def fits(wanted: Search, halves: Sequence[Half], resident: int) -> bool:
+    """Whether there is a plan for these graphs within the budget."""
+    return max(minimum(half).timeline.peak for half in halves) <= _room(wanted, resident)
+
+
 def _room(wanted: Search, resident: int) -> float:
     """Bytes that are predicted at most, beside ``resident``."""
-    return math.inf if wanted.budget is None else wanted.budget * _AIM // 100 - resident
+    return math.inf if wanted.budget is None else wanted.budget * AIM // 100 - resident
 
 
 def parse_bytes(value: object) -> int:

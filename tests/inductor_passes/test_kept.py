@@ -27,11 +27,6 @@ def pair(kind: Kind = KIND, weights: int = 4, nbytes: int = 10) -> tuple[Half, H
     return Half(seconds, nothing[1:], nothing, forward, ()), Half(seconds, nothing[1:], nothing, backward, ())
 
 
-def seconds(halves: tuple[Half, Half]) -> float:
-    found = [auto(half) for half in halves]
-    return sum(each.timeline.seconds for each in found if each)
-
-
 @pytest.mark.usefixtures("one_of_four")
 def test_what_keeping_is_taken_for_is_what_torch_makes_of_it() -> None:
     def graphs(**reshard: bool) -> tuple[Half, Half]:
@@ -88,3 +83,11 @@ def test_the_choice_is_not_slower_than_to_keep_nothing_and_fits(forward: Half, b
     before = [auto(half, least + spare) for half in (forward, backward)]
     now, then = (sum(each.timeline.seconds for each in both if each) for both in (found, before))
     assert now <= 1.005 * then
+
+
+def test_a_large_head_is_kept_alone_where_there_is_room_for_no_more() -> None:
+    forward, backward = pair(KIND._replace(alpha_s=10.0))
+    (first, *rest), (*before, last) = backward.gathers, forward.gathers
+    backward = backward._replace(gathers=(first._replace(nbytes=30), *rest))
+    forward = forward._replace(gathers=(*before, last._replace(nbytes=30)))
+    assert choose_kept(forward, backward, ["w0", "w1", "w2", "w3"], 30) == {"w3"}

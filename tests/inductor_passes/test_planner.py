@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from random import Random
+from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given, settings
 
+from inductor_passes.cuts import cut_gathers, cut_reductions
 from inductor_passes.order import Bucket
-from inductor_passes.planner import auto, greedy, minimum, named
-from inductor_passes.timeline import Gather, Half, Kind, Reduction, Schedule, Timed, bound, replay, scheduled
+from inductor_passes.planner import _Due, auto, greedy, minimum, named
+from inductor_passes.timeline import Gather, Half, Kind, Reduction, Replay, Schedule, Timed, bound, replay, scheduled
 from tests.inductor_passes.chains import halves
 
 
@@ -236,3 +239,63 @@ def test_a_graph_without_communication_is_its_compute(half: Half) -> None:
     assert found is not None
     assert found.timeline.seconds == pytest.approx(sum(half.seconds))
     assert greedy(half).schedule == Schedule((), ())
+
+
+def test_cuts_stay_within_a_window_and_a_size() -> None:
+    kind = Kind("shard", alpha_s=1.0, s_per_byte=1e-3)
+    gathers = tuple(Gather(f"g{i}", kind, 1, 1, 1) for i in range(40))
+    half = Half((1.0, 1.0), (0, 0), (0, 0, 0), gathers, ())
+    at_once, small = cut_gathers(half, [(1.0, math.inf), (1.0, 3.5)])
+    for cuts_of in (at_once, small):
+        assert [i for members in cuts_of for i in members] == list(range(40))
+    assert len(at_once) == 2
+    assert {len(members) for members in small} <= {1, 2, 3}
+    assert len(small) == 14
+    reductions = tuple(Reduction(f"r{i}", kind, 1, i // 20 + 1) for i in range(40))
+    (found,) = cut_reductions(half._replace(gathers=(), reductions=reductions), [(1.0, math.inf)])
+    assert [i for members in found for i in members] == list(range(40))
+    assert len(found) == 2
+
+
+@given(halves(gathers=7, reductions=0))
+@settings(max_examples=100, deadline=None)
+def test_a_cut_is_late_by_no_more_than_the_best(half: Half) -> None:
+    """With gathers issued as soon as the channel is free, all copies and issues taken for what they cost."""
+    assume(len({gather.kind for gather in half.gathers}) <= 1)
+    at = [0.0, *accumulate(half.seconds)]
+
+    def late(cut: Sequence[tuple[int, ...]]) -> float:
+        free = behind = 0.0
+        for members in cut:
+            kind, nbytes = half.gathers[members[0]].kind, sum(half.gathers[i].nbytes for i in members)
+            free += kind.seconds(nbytes)
+            behind = max(behind, free - at[half.gathers[members[0]].use])
+            behind += kind.issue_s + (nbytes * kind.copy_s_per_byte if len(members) > 1 else 0.0)
+        return behind
+
+    (found,) = cut_gathers(half, [(1.0, math.inf)])
+    assert late(found) == pytest.approx(min(map(late, cuts(len(half.gathers)))), rel=0.05)
+
+
+@given(halves(gathers=6, reductions=4), st.integers(0, 12))
+@settings(max_examples=60, deadline=None)
+def test_what_a_gather_would_hold_is_the_most_of_all_steps_until_it_is_used(half: Half, spare: int) -> None:
+    window = _Due._most
+
+    def checked(due: Any, run: Replay, k: int) -> int:
+        alive, most = run.alive + due._nbytes[k], 0
+        for slot in range(run.slot, due.uses[k] + 1):
+            copies = [
+                n
+                for use, n, members in zip(due.uses, due._nbytes, due.members, strict=True)
+                if use == slot and len(members) > 1
+            ]
+            most = max(most, half.between[slot] + alive + max(copies, default=0))
+            if slot < len(half.nbytes):
+                most = max(most, half.nbytes[slot] + alive)
+                alive -= run.last_read[slot]
+        assert window(due, run, k) == most
+        return most
+
+    with mock.patch.object(_Due, "_most", checked):
+        auto(half, minimum(half).timeline.peak + spare)

@@ -21,7 +21,7 @@ from simplefsdp.backend import parse_options, passes_for
 from simplefsdp.hardware import flat, save
 from simplefsdp.search import parse_bytes
 from simplefsdp.sharding import Reshard
-from tests.graphs import capture
+from tests.graphs import capture, whole_weights_among_outputs
 from tests.models import batch, tiny_llama, train
 from tests.ranks import Ranks, fake_group
 
@@ -65,15 +65,22 @@ def test_each_parameter_is_in_one_bucket(tmp_path: Path, name: str) -> None:
     assert 1 < len(found.reductions) < len(fqns)
 
 
-def test_all_ranks_plan_the_same_however_uneven_their_shards() -> None:
-    plans = []
+@pytest.mark.parametrize("reshard", [True, "auto"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_all_ranks_plan_the_same_however_uneven_their_shards(reshard: Reshard, checkpointing: str) -> None:
+    plans, kept = [], []
     for rank in (0, 6):
         with fake_group(7, rank):
-            captured = capture(simple_fsdp(tiny_llama(dim=40)), *batch(0, 0), plan="auto", profile=PROFILE)
+            model = tiny_llama(dim=40, tie_embeddings=True, activation_checkpointing=checkpointing)
+            model = simple_fsdp(model, reshard_after_forward=reshard)
+            captured = capture(model, *batch(0, 0), plan="auto", profile=PROFILE)
             nodes = [*captured.forward.nodes, *captured.backward.nodes]
             plans.append([node.meta[BUCKET] for node in nodes if MARK in node.meta])
+            kept.append(len(whole_weights_among_outputs(captured.forward)))
     assert len(plans[0]) > 10
     assert plans[0] == plans[1]
+    assert kept[0] == kept[1]
+    assert bool(kept[0]) == (reshard == "auto")
 
 
 @pytest.mark.usefixtures("one_of_four")
@@ -224,12 +231,16 @@ def test_bytes_are_numbers_with_units(value: Any, nbytes: int) -> None:
 @pytest.mark.usefixtures("one_of_four")
 def test_hybrid_shards_and_weights_that_are_kept_are_planned_too() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for options in ({"mesh": mesh}, {"reshard_after_forward": False}, {"mesh": mesh, "mode": "replicate"}):
-        model = simple_fsdp(tiny_llama(), **options) if options.get("mode") != "replicate" else None
-        if model is None:
-            model = simple_fsdp(tiny_llama(), init_device_mesh("cpu", (4,)), mode="replicate")
-        captured = capture(model, *batch(0, 0), plan="auto", profile=PROFILE)
+    choices: list[tuple[dict[str, Any], bool]] = [
+        ({"mesh": mesh}, False),
+        ({"mesh": mesh, "reshard_after_forward": "auto"}, True),
+        ({"reshard_after_forward": False}, True),
+        ({"mesh": init_device_mesh("cpu", (4,)), "mode": "replicate", "reshard_after_forward": "auto"}, False),
+    ]
+    for options, keeps in choices:
+        captured = capture(simple_fsdp(tiny_llama(), **options), *batch(0, 0), plan="auto", profile=PROFILE)
         assert len(captured.backward.nodes) > 100
+        assert bool(whole_weights_among_outputs(captured.forward)) == keeps
 
 
 @pytest.mark.usefixtures("one_of_four")
@@ -274,8 +285,8 @@ def test_a_saved_plan_is_accepted_again(tmp_path: Path, shape: tuple[int, ...]) 
 
 def _same_training(lowering: str, tolerance: float) -> None:
     found = []
-    plans: list[tuple[str, Reshard]] = [("none", True), ("auto", "auto")]
-    for plan, reshard in plans + ([("auto", True), ("greedy", True)] if lowering == "aot_eager" else []):
+    plans: list[tuple[str, Reshard]] = [("none", True), ("auto", True), ("auto", "auto")]
+    for plan, reshard in plans + ([("greedy", True)] if lowering == "aot_eager" else []):
         torch.manual_seed(0)
         model = simple_fsdp(tiny_llama(), reshard_after_forward=reshard)
         options: Any = {"plan": plan, "profile": PROFILE, "lower_with": lowering}
