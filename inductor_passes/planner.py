@@ -140,12 +140,15 @@ def greedy(half: Half, room: float = math.inf) -> Found:
 
 
 def minimum(half: Half) -> Found:
-    """The schedule that needs the least memory: nothing is merged or issued ahead, and all is awaited at once."""
+    """The schedule that needs the least memory: nothing is merged or issued ahead, and all is awaited at once, but for
+    what small changes save."""
     schedule = Schedule(
         tuple(Timed((i,), gather.use, gather.use) for i, gather in enumerate(half.gathers)),
         tuple(Timed((i,), r.there, r.there, r.there if r.kind.then else -1) for i, r in enumerate(half.reductions)),
     )
-    return Found(schedule, replay(half, schedule))
+    work = _WORK // (len(half.gathers) + len(half.reductions) + 1)
+    found = Found(schedule, replay(half, schedule))
+    return _descend(half, found, lambda timeline: (timeline.peak, 0.0), work, steps=2)[0]
 
 
 def _candidates(half: Half, budget: float, least: int) -> list[Found]:
