@@ -92,6 +92,8 @@ def agree(_any: Tensor, record: str) -> Tensor:
         content = json.loads(record)
         compare({group: [*content["about"], *lines] for group, lines in content["sequence"].items()})
         report = agreed[record] = content.get("report", {})
+        if content["summary"]:
+            log.info(content["summary"])
     if report:
         restore(**report)
     return _any.new_empty(0)
@@ -104,11 +106,13 @@ AGREE = torch.ops.simplefsdp.agree.default
 has_side_effect(AGREE)
 
 
-def add_record(graph: Graph, about: Sequence[str], groups: Iterable[str] = (), report: Report | None = None) -> None:
+def add_record(
+    graph: Graph, about: Sequence[str], groups: Iterable[str] = (), report: Report | None = None, summary: str = ""
+) -> None:
     """Let ``graph`` begin with the comparison of its collectives, in the order they are in, and of ``about``.
 
     ``groups``: names of those that compare in any case; in forward, those that only gradients are reduced over.
-    ``report``: to keep with the graph.
+    ``report``: to keep with the graph. ``summary``: to log when it first runs, also from a warm cache.
     """
     collectives = [node for node in graph.nodes if MARK in node.meta]
     if not collectives:
@@ -116,13 +120,17 @@ def add_record(graph: Graph, about: Sequence[str], groups: Iterable[str] = (), r
     first = next(node for node in graph.nodes if node.op != "placeholder")
     given = next(n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta["val"], Tensor))
     with graph.inserting_before(first):
-        node = graph.call_function(AGREE, (given, record(collectives, about, groups, report)))
+        node = graph.call_function(AGREE, (given, record(collectives, about, groups, report, summary)))
     node.meta["val"] = given.meta["val"].new_empty(0)
     graph.lint()
 
 
 def record(
-    collectives: Iterable[Node], about: Sequence[str], groups: Iterable[str] = (), report: Report | None = None
+    collectives: Iterable[Node],
+    about: Sequence[str],
+    groups: Iterable[str] = (),
+    report: Report | None = None,
+    summary: str = "",
 ) -> str:
     """The record of a graph that issues ``collectives`` in this order."""
     sequence: dict[str, list[str]] = {group: [] for group in groups}
@@ -133,7 +141,8 @@ def record(
         name = str(node.target).split(".")[-2].removesuffix("_")  # it may work in place by now
         line = f"{name} of {dtype}[{value.numel()}] {' '.join(map(str, options))}: {', '.join(node.meta[MARK])}"
         sequence.setdefault(group, []).append(line)
-    content: dict[str, Any] = {"about": [f"torch {torch.__version__}", *about], "sequence": sequence}
+    about = [f"torch {torch.__version__}", *about]
+    content: dict[str, Any] = {"about": about, "sequence": sequence, "summary": summary}
     return json.dumps(content if report is None else {**content, "report": report.packed()})
 
 

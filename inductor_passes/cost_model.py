@@ -10,8 +10,9 @@ the model's own, but coalesced ones, take their time where they are issued, as i
 import math
 import operator
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -255,11 +256,23 @@ def _nbytes(node: Node) -> int:
     return sum(hint(tensor.numel()) * tensor.element_size() for tensor in _tensors(node))
 
 
-def half(graph: Graph, profile: Profile, given: Collection[str] = ()) -> Half:
+GroupsAlike = Mapping[tuple[int, ...], Sequence[Sequence[int]]]
+"""By the ranks of a process group, those of all groups of its mesh dimension."""
+_NONE: GroupsAlike = MappingProxyType({})
+
+_LARGE = 1 << 30
+_COPIED = 16 << 20
+"""Bytes of a bucket, about: how fast memory is depends on the size."""
+
+
+def half(graph: Graph, profile: Profile, given: Collection[str] = (), alike: GroupsAlike = _NONE) -> Half:
     """What there is to schedule in a forward or backward graph, before its collectives are merged.
 
-    ``given``: names of inputs that somebody else holds, as parameters; others are freed when they are read.
+    ``given``: names of inputs that somebody else holds, as parameters; others are freed when they are read. ``alike``:
+    groups, of which one may be spread over more nodes than another; all are taken for the slowest, as all ranks must
+    plan the same.
     """
+    kinds = _Kinds(profile, alike)
     nodes, items = graph_items(graph)
     at = places(items)
     cost = costs(graph, profile)
@@ -290,11 +303,11 @@ def half(graph: Graph, profile: Profile, given: Collection[str] = ()) -> Half:
         # Where rows do not divide, only some ranks pad theirs, but all must agree.
         uneven = any(user.target is _aten.slice.Tensor for user in gather.wait.users)
         prepared = _nbytes(gather.input) if uneven or storage(gather.input).op != "placeholder" else 0
-        gathered[fqn] = Gather(fqn, _gather_kind(gather, profile), nbytes, slot[at.use[fqn]], last, prepared)
+        gathered[fqn] = Gather(fqn, kinds.of_gather(gather), nbytes, slot[at.use[fqn]], last, prepared)
     reduced = [
         Reduction(
             reduction.fqns[0],
-            _reduction_kind(reduction, profile),
+            kinds.of_reduction(reduction),
             _nbytes(reduction.input),
             slot[at.gradient[reduction.fqns[0]]],
             _nbytes(reduction.node),
@@ -310,30 +323,32 @@ def half(graph: Graph, profile: Profile, given: Collection[str] = ()) -> Half:
     )
 
 
-def _gather_kind(gather: Collective, profile: Profile) -> Kind:
-    return _kind(profile, "all_gather", gather.options[-1], 1, None, repr(gather.gather_kind()))
+class _Kinds(NamedTuple):
+    """What collectives cost, and which can be merged."""
 
+    profile: Profile
+    alike: GroupsAlike
 
-def _reduction_kind(reduction: Collective, profile: Profile) -> Kind:
-    kind = "reduce_scatter" if reduction.node.target is REDUCE_SCATTER else "all_reduce"
-    then = None
-    if reduction.then:
-        ranks = reduction.options[1] if kind == "reduce_scatter" else 1
-        then = _kind(profile, "all_reduce", reduction.then.options[-1], ranks, None, "")
-    return _kind(profile, kind, reduction.options[-1], 1, then, repr(reduction.reduction_kind()))
+    def of_gather(self, gather: Collective) -> Kind:
+        return self._kind("all_gather", gather.options[-1], 1, None, repr(gather.gather_kind()))
 
+    def of_reduction(self, reduction: Collective) -> Kind:
+        kind = "reduce_scatter" if reduction.node.target is REDUCE_SCATTER else "all_reduce"
+        then = None
+        if reduction.then:
+            ranks = reduction.options[1] if kind == "reduce_scatter" else 1
+            then = self._kind("all_reduce", reduction.then.options[-1], ranks, None, "")
+        return self._kind(kind, reduction.options[-1], 1, then, repr(reduction.reduction_kind()))
 
-_COPIED = 16 << 20
-"""Bytes of a bucket, about: how fast memory is depends on the size."""
-
-
-def _kind(profile: Profile, kind: str, group: str, parts: int, then: Kind | None, name: str) -> Kind:
-    """``parts``: of how many parts of a tensor the collective has one."""
-    ranks = group_ranks(group)
-    alpha = profile.collective_s(kind, ranks, 0)
-    large = 1 << 30
-    rate = (profile.collective_s(kind, ranks, large) - alpha) / large / parts
-    copy = 2 * profile.memory_s(_COPIED) / _COPIED
-    issue = profile.collective_launch_s + profile.contention * alpha
-    lost = profile.contention * rate + profile.collective_s_per_byte / parts
-    return Kind(group, alpha, rate, issue, copy, 1 / len(ranks), lost, then, name)
+    def _kind(self, kind: str, group: str, parts: int, then: Kind | None, name: str) -> Kind:
+        """``parts``: of how many parts of a tensor the collective has one."""
+        profile, ranks = self.profile, group_ranks(group)
+        alpha, seconds = (
+            max(profile.collective_s(kind, others, nbytes) for others in self.alike.get(tuple(ranks), [ranks]))
+            for nbytes in (0, _LARGE)
+        )
+        rate = (seconds - alpha) / _LARGE / parts
+        copy = 2 * profile.memory_s(_COPIED) / _COPIED
+        issue = profile.collective_launch_s + profile.contention * alpha
+        lost = profile.contention * rate + profile.collective_s_per_byte / parts
+        return Kind(group, alpha, rate, issue, copy, 1 / len(ranks), lost, then, name)

@@ -9,13 +9,11 @@ import math
 from collections.abc import Collection
 from itertools import accumulate
 
-from .planner import auto
+from .planner import TOLERANCE, auto
 from .timeline import Half
 
 _PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """Of the bytes of all weights that may be kept, how many are tried, besides none and the first weight."""
-_TOLERANCE = 0.005
-"""Of the predicted time, what is given for keeping less: less than predictions err by."""
 
 
 def choose_kept(forward: Half, backward: Half, candidates: Collection[str], budget: float = math.inf) -> frozenset[str]:
@@ -35,7 +33,7 @@ def choose_kept(forward: Half, backward: Half, candidates: Collection[str], budg
         if first and second:
             found.append((first.timeline.seconds + second.timeline.seconds, fqns))
     fastest = min((seconds for seconds, _ in found), default=0.0)
-    return next((fqns for seconds, fqns in found if seconds <= (1 + _TOLERANCE) * fastest), frozenset())
+    return next((fqns for seconds, fqns in found if seconds <= (1 + TOLERANCE) * fastest), frozenset())
 
 
 def keep_whole(forward: Half, backward: Half, fqns: Collection[str]) -> tuple[Half, Half]:

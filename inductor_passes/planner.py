@@ -15,16 +15,20 @@ All is deterministic: how much is tried depends on the size of the graph, never 
 say it: see there.
 """
 
+import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from .cuts import Cuts, alone, cut_gathers, cut_reductions, evenly
 from .order import Bucket
 from .timeline import Half, Kind, Replay, Schedule, Span, Timed, Timeline, replay
+
+TOLERANCE = 0.005
+"""Of the predicted time, what is given for less memory where nothing limits it: less than predictions err by."""
 
 _SPEEDS = (1.0, 3.0)
 """How much slower communication is taken for when cutting: it shares its channel, and may be late."""
@@ -139,6 +143,7 @@ def greedy(half: Half, room: float = math.inf) -> Found:
     return Found(schedule, replay(half, schedule))
 
 
+@functools.lru_cache(maxsize=8)
 def minimum(half: Half) -> Found:
     """The schedule that needs the least memory: nothing is merged or issued ahead, and all is awaited at once, but for
     what small changes save."""
@@ -259,18 +264,16 @@ def _neighbours(half: Half, schedule: Schedule) -> Iterator[Schedule]:
         last = gathers[i + 1].issue if i + 1 < len(gathers) else timed.wait
         for slot in _beside(uses, timed.issue):
             if first <= slot <= min(last, timed.wait):
-                yield Schedule(_put(gathers, i, 1, timed._replace(issue=slot)), reductions)
+                yield Schedule(_put(gathers, i, timed._replace(issue=slot)), reductions)
         if timed.issue > first:  # with all behind it
             early = tuple(later._replace(issue=first) for later in gathers[i:])
             yield Schedule((*gathers[:i], *early), reductions)
         for at in range(1, len(timed.members)):
             one, other = timed.members[:at], timed.members[at:]
             parts = (Timed(part, timed.issue, min(half.gathers[k].use for k in part)) for part in (one, other))
-            yield Schedule(_put(gathers, i, 1, *parts), reductions)
-    for i, (one_bucket, other_bucket) in enumerate(pairwise(gathers)):
-        members = tuple(sorted(one_bucket.members + other_bucket.members))
-        merged = Timed(members, one_bucket.issue, min(one_bucket.wait, other_bucket.wait))
-        yield Schedule(_put(gathers, i, 2, merged), reductions)
+            yield Schedule(_put(gathers, i, *parts), reductions)
+    for i in range(len(gathers) - 1):
+        yield schedule.with_gathers_merged(i)
     for i, timed in enumerate(reductions):
         previous = reductions[i - 1].issue if i else 0
         first = max(previous, *(half.reductions[k].there for k in timed.members))
@@ -278,27 +281,23 @@ def _neighbours(half: Half, schedule: Schedule) -> Iterator[Schedule]:
         if timed.then >= 0:
             for slot in _beside(issues, timed.then):
                 if timed.issue <= slot <= timed.wait:
-                    yield Schedule(gathers, _put(reductions, i, 1, timed._replace(then=slot)))
+                    yield Schedule(gathers, _put(reductions, i, timed._replace(then=slot)))
         for slot in _beside(gradients, timed.issue):
             if first <= slot <= last:
                 then = max(timed.then, slot) if timed.then >= 0 else -1
                 moved = Timed(timed.members, slot, max(timed.wait, slot), then)
-                yield Schedule(gathers, _put(reductions, i, 1, moved))
+                yield Schedule(gathers, _put(reductions, i, moved))
         for slot in _beside(issues, timed.wait):
             if slot >= max(timed.issue, timed.then):
-                yield Schedule(gathers, _put(reductions, i, 1, timed._replace(wait=slot)))
+                yield Schedule(gathers, _put(reductions, i, timed._replace(wait=slot)))
         for at in range(1, len(timed.members)):
             one, other = timed.members[:at], timed.members[at:]
             issue = max(previous, *(half.reductions[k].there for k in one))
             split = [timed._replace(members=one, issue=issue), timed._replace(members=other)]
             split = [part if half.followed(part.members) else part._replace(then=-1) for part in split]
-            yield Schedule(gathers, _put(reductions, i, 1, *split))
-    for i, (one_bucket, other_bucket) in enumerate(pairwise(reductions)):
-        members = tuple(sorted(one_bucket.members + other_bucket.members))
-        then = max(one_bucket.then, other_bucket.then)
-        then = then if then < 0 else max(then, other_bucket.issue)
-        merged = Timed(members, other_bucket.issue, max(other_bucket.wait, then), then)
-        yield Schedule(gathers, _put(reductions, i, 2, merged))
+            yield Schedule(gathers, _put(reductions, i, *split))
+    for i in range(len(reductions) - 1):
+        yield schedule.with_reductions_merged(i)
 
 
 def _beside(slots: Sequence[int], slot: int) -> list[int]:
@@ -306,8 +305,8 @@ def _beside(slots: Sequence[int], slot: int) -> list[int]:
     return [*slots[max(0, place - 1) : place], *slots[place + 1 : place + 2]]
 
 
-def _put(buckets: tuple[Timed, ...], i: int, instead: int, *new: Timed) -> tuple[Timed, ...]:
-    return (*buckets[:i], *new, *buckets[i + instead :])
+def _put(buckets: tuple[Timed, ...], i: int, *new: Timed) -> tuple[Timed, ...]:
+    return (*buckets[:i], *new, *buckets[i + 1 :])
 
 
 def named(half: Half, schedule: Schedule, position: Mapping[str, int]) -> tuple[tuple[Bucket, ...], tuple[Bucket, ...]]:

@@ -110,10 +110,26 @@ class Schedule(NamedTuple):
     gathers: tuple[Timed, ...]
     reductions: tuple[Timed, ...]
 
+    def with_gathers_merged(self, i: int) -> "Schedule":
+        """Bucket ``i`` and the next are one, issued and awaited as early as either."""
+        one, other = self.gathers[i : i + 2]
+        merged = Timed(tuple(sorted(one.members + other.members)), one.issue, min(one.wait, other.wait))
+        return self._replace(gathers=(*self.gathers[:i], merged, *self.gathers[i + 2 :]))
+
+    def with_reductions_merged(self, i: int) -> "Schedule":
+        """Bucket ``i`` and the next are one, issued and awaited as late as either."""
+        one, other = self.reductions[i : i + 2]
+        then = max(one.then, other.then)
+        then = then if then < 0 else max(then, other.issue)
+        merged = Timed(tuple(sorted(one.members + other.members)), other.issue, max(other.wait, then), then)
+        return self._replace(reductions=(*self.reductions[:i], merged, *self.reductions[i + 2 :]))
+
 
 class Span(NamedTuple):
     """A collective of a ``Timeline``; seconds since the graph began."""
 
+    what: str
+    """``"gather"``, ``"reduce"``, or ``"all-reduce"``: one that follows."""
     kind: Kind
     fqns: tuple[str, ...]
     nbytes: int
@@ -124,6 +140,11 @@ class Span(NamedTuple):
     """When the wait for it began, which ended then, or when the collective had finished; infinite: not yet."""
     held: int = 0
     """Bytes that are in use until then: what was packed or prepared to be gathered."""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that compute waits for it."""
+        return max(0.0, self.finished - self.awaited)
 
 
 class Timeline(NamedTuple):
@@ -176,7 +197,7 @@ class Replay:
             self._use(held)
             self.clock += held * kind.copy_s_per_byte
             self._use(nbytes)
-            flights.append(self._issue(kind, tuple(gather.fqn for gather in alike), nbytes, held))
+            flights.append(self._issue("gather", kind, tuple(gather.fqn for gather in alike), nbytes, held))
         return flights
 
     def issue_reductions(self, members: Iterable[int]) -> list[Span]:
@@ -186,7 +207,7 @@ class Replay:
             if len(alike) > 1:
                 self._copy(kind, nbytes)
             self._use(sum(reduction.result for reduction in alike))
-            flights.append(self._issue(kind, tuple(reduction.fqn for reduction in alike), nbytes))
+            flights.append(self._issue("reduce", kind, tuple(reduction.fqn for reduction in alike), nbytes))
         return flights
 
     def await_gather(self, flight: Span) -> None:
@@ -199,7 +220,7 @@ class Replay:
         """The all-reduce that follows is issued and returned, if there is one."""
         self._wait(flight)
         if flight.kind.then is not None:
-            return self._issue(flight.kind.then, flight.fqns, flight.nbytes)
+            return self._issue("all-reduce", flight.kind.then, flight.fqns, flight.nbytes)
         self.alive -= flight.nbytes
         return None
 
@@ -220,11 +241,11 @@ class Replay:
         memory = tuple(self._memory)
         return Timeline(self.clock, self.exposed, max(memory), tuple(self._starts), memory, tuple(self._spans))
 
-    def _issue(self, kind: Kind, fqns: tuple[str, ...], nbytes: int, held: int = 0) -> Span:
+    def _issue(self, what: str, kind: Kind, fqns: tuple[str, ...], nbytes: int, held: int = 0) -> Span:
         self.clock += kind.issue_s + nbytes * kind.issue_s_per_byte
         started = max(self.clock, self.free.get(kind.channel, 0.0))
         finished = self.free[kind.channel] = started + kind.seconds(nbytes)
-        return Span(kind, fqns, nbytes, self.clock, started, finished, held=held)
+        return Span(what, kind, fqns, nbytes, self.clock, started, finished, held=held)
 
     def _wait(self, flight: Span) -> None:
         self._spans.append(flight._replace(awaited=self.clock))

@@ -11,8 +11,8 @@ import functools
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,155 +34,31 @@ from inductor_passes._compat import (
     compile_id,
     get_hash_for_files,
     inductor_config,
-    inductor_options,
     is_backward,
     is_body,
 )
 from inductor_passes.agreement import add_record
 from inductor_passes.bucket import assign, bucket
 from inductor_passes.collectives import GraphParameter, identify, reductions
-from inductor_passes.cost_model import half
+from inductor_passes.cost_model import GroupsAlike, half
 from inductor_passes.order import first_uses, graph_items, last_gradients, order_graph
 from inductor_passes.partition import partition
 from inductor_passes.recompute import tag
 from inductor_passes.report import Report
 from inductor_passes.timeline import Half
 
-from ._messages import unknown
 from .checks import warn_of_whole_parameters
-from .devices import built_in, is_built_in
-from .hardware import HardwareProfile, load_profile
+from .hardware import HardwareProfile
+from .options import PASS_SLOTS, Options, parse_options, profile_of, requested
 from .plan import BucketPlan, Uses
-from .prediction import State, predict, state_of, timelines
+from .prediction import State, costs_of, predict, state_of, timelines
 from .recompute import CHANGED_WHILE_WHOLE
-from .search import SEARCHED, Search, choose, decided, fits, parse_bytes, reshards, search
+from .search import Search, choose, decided, fits, reshards, room, search
 from .sharding import ShardedModel, ShardedParameter, unshard
 from .trace import trace
 from .wrap import BLOCK, Buckets, Request, resolve
 
 log = logging.getLogger("simplefsdp")
-
-_PLANS = ("auto", "greedy", "block", "none")
-_LOWERINGS = ("inductor", "aot_eager")
-_CALIBRATE = "`torchrun ... -m simplefsdp.cli calibrate` with as many ranks"
-
-
-@dataclass(frozen=True)
-class Options:
-    """What ``torch.compile(..., backend="simplefsdp", options={...})`` understands."""
-
-    plan: "str | Path | Request | BucketPlan" = "auto"
-    """``"block"``: one bucket per repeated block, one for what precedes the first and one for what follows the last,
-    gathered one bucket ahead and awaited one bucket later. ``"none"``: no buckets, nothing moved: TorchInductor as it
-    is. ``"auto"``: the shortest predicted step, and ``"greedy"``: the paper's auto-wrapping, both with ``profile`` or
-    with what ``simplefsdp.calibrate`` measured here; without either ``"auto"`` is ``"block"``. Or
-    ``manual_plan([...])``, a ``BucketPlan``, or the path of one's JSON, which ends in ``.json``."""
-    memory_budget: int | str | None = None
-    """Bytes, or as ``"60GiB"``, for a step's peak: parameters, gradients, two moments of an optimizer in float32, and
-    what the graphs hold. The peak is predicted to stay 3 % below. ``None``: no limit."""
-    profile: HardwareProfile | str | Path | None = None
-    """Of the device and the network, the path of its JSON, or the name of one that is built in
-    (``"h200/h100-8-nodes"``). With one, what a plan is predicted to take is logged."""
-    report_dir: str | None = None
-    """Folder for the plan, the prediction and the graphs before and after each pass, as text, written by rank 0: while
-    compiling, or, where the compile cache has the graph, when it first runs."""
-    lower_with: str = "inductor"
-    """``"aot_eager"``: no decompositions and no fusion, the same collectives; for numerics work."""
-    inductor: Mapping[str, Any] = field(default_factory=dict)
-    """Inductor configuration for this compilation only."""
-
-
-def parse_options(options: Mapping[str, Any] | None) -> Options:
-    """Check ``options`` and fill in defaults.
-
-    Raises:
-        ValueError: an unknown option, plan, lowering or Inductor option (with the nearest valid one).
-        TypeError: an option's value is of another type.
-    """
-    given = dict(options or {})
-    valid = [f.name for f in fields(Options)]
-    for name in given:
-        if name not in valid:
-            raise ValueError(unknown("option", name, valid))
-    parsed = Options(**given)
-    _check_plan(parsed.plan)
-    _check_search(parsed)
-    if parsed.lower_with not in _LOWERINGS:
-        raise ValueError("option 'lower_with': " + unknown("lowering", parsed.lower_with, _LOWERINGS))
-    if parsed.report_dir is not None and not isinstance(parsed.report_dir, str | Path):
-        raise TypeError(f"option 'report_dir': expected a path, found {parsed.report_dir!r}")
-    if not isinstance(parsed.inductor, Mapping):
-        raise TypeError(f"option 'inductor': expected a dict of Inductor options, found {parsed.inductor!r}")
-    for name in parsed.inductor:
-        if name in _PASS_SLOTS:
-            raise ValueError(f"option 'inductor': {name!r} is used by simplefsdp itself")
-        if name in NOTHING_ELSE_MOVES and parsed.plan != "none":
-            raise ValueError(f"option 'inductor': {name!r} would move what the plan has ordered; plan='none' allows it")
-        if name not in inductor_options():
-            raise ValueError("option 'inductor': " + unknown("Inductor option", name, inductor_options()))
-    return parsed
-
-
-def _check_plan(plan: Any) -> None:
-    if isinstance(plan, Path | Request | BucketPlan) or (isinstance(plan, str) and plan.endswith(".json")):
-        return
-    if not isinstance(plan, str):
-        raise TypeError(f"option 'plan': expected a name, manual_plan([...]), a BucketPlan or a path, found {plan!r}")
-    if plan not in _PLANS:
-        raise ValueError(unknown("plan", plan, _PLANS))
-
-
-def _check_search(options: Options) -> None:
-    profile = options.profile
-    if profile is not None and not isinstance(profile, HardwareProfile | str | Path):
-        raise TypeError(f"option 'profile': expected a HardwareProfile, the path of one or a name, found {profile!r}")
-    if options.memory_budget is not None:
-        parse_bytes(options.memory_budget)
-        if options.plan not in SEARCHED:
-            raise ValueError("option 'memory_budget': needs plan='auto' or 'greedy'")
-
-
-def _profile(options: Options, device: torch.device) -> HardwareProfile | None:
-    """The one that is given, or where one is needed, what was measured here."""
-    profile = options.profile
-    if isinstance(profile, HardwareProfile):
-        return profile
-    if profile is None and options.plan in SEARCHED and dist.is_initialized():
-        from .calibrate import kept_with_network  # imports this module
-
-        profile = kept_with_network(device, dist.get_world_size())
-    if profile is None:
-        return None
-    return built_in(profile) if isinstance(profile, str) and is_built_in(profile) else load_profile(profile)
-
-
-def _requested(
-    options: Options, profile: HardwareProfile | None, device: torch.device
-) -> Request | Search | BucketPlan | None:
-    plan, budget = options.plan, options.memory_budget
-    if isinstance(plan, Request | BucketPlan):
-        return plan
-    if plan == "none":
-        return None
-    if plan in SEARCHED and profile is not None:
-        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-        return Search(str(plan), profile, None if budget is None else parse_bytes(budget), memory)
-    if plan == "greedy" or budget is not None:
-        asked = "'plan'='greedy'" if plan == "greedy" else "'memory_budget'"
-        raise ValueError(f"option {asked}: needs option 'profile', or {_CALIBRATE} before")
-    if plan == "auto":
-        _say_what_auto_is()
-    if plan in _PLANS:
-        return BLOCK
-    return BucketPlan.load(plan)
-
-
-_PASS_SLOTS = (
-    "joint_custom_post_pass",
-    "custom_partitioner_fn",
-    "post_grad_custom_post_pass",
-    "_post_fusion_custom_pass",
-)
 
 
 @register_backend(name="simplefsdp")
@@ -198,7 +74,7 @@ def simplefsdp(
             log.warning("option 'inductor' has no effect with lower_with='aot_eager': %s", ", ".join(parsed.inductor))
         return _aot_eager(gm, example_inputs, passes)
     filled = (_OnJoint(passes), _Partitioner(passes), _OnEachHalf(passes), _OnKernels(passes))
-    slots: dict[str, Any] = dict(zip(_PASS_SLOTS, filled, strict=True))
+    slots: dict[str, Any] = dict(zip(PASS_SLOTS, filled, strict=True))
     if passes.request is None:
         del slots["_post_fusion_custom_pass"]
     else:
@@ -256,6 +132,10 @@ class Passes:
     state: State
     """Of this graph's parameters."""
     profile: HardwareProfile | None
+    alike: GroupsAlike
+    """Of the parameters' meshes."""
+    summaries: list[str]
+    """What was planned, for the log."""
     key: str
     """For the compile cache: all that the passes depend on, and their own source."""
     report: Report | None
@@ -302,15 +182,17 @@ class Passes:
         if self.profile is None:
             return []
         given = {node.name for node in forward.find_nodes(op="placeholder")}
-        return [half(graph, self.profile, given) for graph in (forward, backward)]
+        return [half(graph, self.profile, given, self.alike) for graph in (forward, backward)]
 
     def _plan(self, forward: Graph, backward: Graph, params: Mapping[int, GraphParameter]) -> None:
-        if self.request is None:
-            return
-        kept = [param.fqn for param in params.values() if param.reshard is False]
         items = graph_items(backward)[1]
         followed = frozenset(c.fqns[0] for c in reductions(backward) if c.then)
         uses = Uses(first_uses(graph_items(forward)[1]), first_uses(items), last_gradients(items), followed)
+        before = len(uses.forward) + len(uses.backward) + len(uses.reductions)
+        if self.request is None:
+            self.summaries.append(f"plan none: {before} collectives")
+            return
+        kept = [param.fqn for param in params.values() if param.reshard is False]
         halves = self._predictable(forward, backward)
         if isinstance(self.request, BucketPlan):
             plan = self.request
@@ -321,13 +203,17 @@ class Passes:
             plan = search(self.request, halves, resident, self.buckets, uses, self.parameters, kept)
         else:
             plan = resolve(self.request.prefetch, self.buckets, uses, self.parameters, kept)
+        predicted = ""
         if self.profile is not None:
-            prediction = predict(plan, halves, self.state, self.profile)
-            log.info("plan %s is predicted to take %s", plan.hash, prediction)
+            limit = room(self.request, self.state.resident_bytes)
+            costs, played = costs_of(halves, self.state, self.profile, limit), timelines(plan, halves)
+            prediction = predict(plan, costs, played)
+            predicted = f", predicted to take {prediction}"
             if self.report is not None:
+                self.report.write_text("costs.json", costs.to_json())
                 self.report.write_text("prediction.json", prediction.to_json())
-                shown = trace(halves, timelines(plan, halves), self.state.resident_bytes)
-                self.report.write_text("timeline.json", shown)
+                self.report.write_text("timeline.json", trace(halves, played, self.state.resident_bytes))
+        self.summaries.append(f"plan {plan.hash}: {before} -> {plan.collectives(uses)} collectives{predicted}")
         assign(forward, plan.forward, plan.reductions)
         assign(backward, plan.backward, plan.reductions)
         if self.report is not None:
@@ -344,7 +230,8 @@ class Passes:
         if order and self.request is not None:
             order_graph(graph)
         self._write(f"{first + 1}_{kind}_after_bucket", graph)
-        add_record(graph, self.about, self.groups, self.report)
+        summary = self.summaries[-1] if kind == "forward" else ""
+        add_record(graph, self.about, self.groups, self.report, summary)
 
     def _write(self, step: str, graph: Graph) -> None:
         if self.report is not None:
@@ -402,8 +289,8 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
     prefix = {model: f"model{i}:" if len(models) > 1 else "" for i, model in enumerate(models)}
     values = [example_inputs[index] for index in found]
     device = values[0].device if values else torch.device("cpu")
-    profile = _profile(options, device)
-    request = _requested(options, profile, device)
+    profile = profile_of(options, device)
+    request = requested(options, profile, device)
     wrap = BLOCK if isinstance(request, Search) else request
     buckets = [
         tuple(prefix[model] + fqn for fqn in fqns)
@@ -430,8 +317,9 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
     )
     # Torch's own key knows only the shapes of whole parameters, and ranks share a cache.
     shapes = [tuple(example_inputs[index]._local_tensor.shape) for index in params]
+    alike = _groups_alike(values)
     points = request.prefetch if isinstance(request, Request) else None
-    asked = options.report_dir is not None, profile
+    asked = options.report_dir is not None, profile, sorted(alike.items())
     inputs = repr((sorted(params.items()), points, buckets, parameters, shapes, about, asked))
     key = hashlib.sha256(_source_hash() + inputs.encode()).hexdigest()
     report = None
@@ -444,7 +332,19 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
     groups = dict.fromkeys(group.name for info in found.values() for group in info.communication.groups)
     state = state_of((i, v.dtype, v.requires_grad) for i, v in zip(found.values(), values, strict=True))
     names = tuple(groups)
-    return Passes(params, request, tuple(buckets), tuple(parameters), about, names, state, profile, key, report)
+    return Passes(
+        params, request, tuple(buckets), tuple(parameters), about, names, state, profile, alike, [], key, report
+    )
+
+
+def _groups_alike(values: Iterable[Any]) -> GroupsAlike:
+    """Of the meshes of these shards."""
+    found: dict[tuple[int, ...], list[list[int]]] = {}
+    for mesh in dict.fromkeys(value.device_mesh for value in values):
+        for dim in range(mesh.ndim):
+            groups = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
+            found |= {tuple(group): groups for group in groups}
+    return found
 
 
 def _plan_line(request: Request | Search | BucketPlan | None) -> str:
@@ -479,11 +379,3 @@ def _refuse_changed_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> N
 def _source_hash() -> bytes:
     folders = Path(__file__).parent, Path(inductor_passes.__path__[0])
     return get_hash_for_files(tuple(sorted(str(file) for folder in folders for file in folder.glob("*.py"))))
-
-
-@functools.cache
-def _say_what_auto_is() -> None:
-    log.warning(
-        "plan='auto' means 'block' without option 'profile', or %s before; options={'plan': 'block'} silences this",
-        _CALIBRATE,
-    )

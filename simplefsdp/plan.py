@@ -54,6 +54,15 @@ class BucketPlan:
         """Of all that it says, but the order of ``parameters``; equal on every rank."""
         return hashlib.sha256(self._json().encode()).hexdigest()[:16]
 
+    def collectives(self, uses: Uses) -> int:
+        """How many gathers and reductions it makes of those of graphs with these uses."""
+        return sum(
+            not there.isdisjoint(bucket.fqns)
+            for direction in _DIRECTIONS
+            for there in [set(getattr(uses, direction))]
+            for bucket in getattr(self, direction)
+        )
+
     def save(self, path: str | Path) -> None:
         """Write it as JSON, a line for each name, so that a ``diff`` shows what changed."""
         Path(path).write_text(self.to_json())
@@ -109,7 +118,7 @@ class BucketPlan:
             for bucket in getattr(self, direction):
                 share = sum(numel[fqn] for fqn in bucket.fqns) / max(1, total)
                 points = _reduction_points(bucket) if direction == "reductions" else _gather_points(bucket)
-                lines.append(f"  {share:6.1%}  {_span(bucket.fqns)}: {points}")
+                lines.append(f"  {share:6.1%}  {span(bucket.fqns)}: {points}")
         return "\n".join(lines)
 
     def check_fits(self, parameters: Mapping[str, tuple[int, ...]], kept: Iterable[str], used: Collection[str]) -> None:
@@ -161,7 +170,8 @@ class BucketPlan:
                 raise ValueError(f"plan: reductions[{i}]: its points come before what they wait for")
 
 
-def _span(fqns: tuple[str, ...]) -> str:
+def span(fqns: Sequence[str]) -> str:
+    """The first and the last of a bucket, for people."""
     return fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})"
 
 

@@ -4,11 +4,11 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from inductor_passes.timeline import Half, Timeline, bound, replay, scheduled
+from inductor_passes.timeline import Gather, Half, Kind, Reduction, Timeline, bound, replay, scheduled
 
 from .hardware import HardwareProfile
 from .plan import BucketPlan
@@ -49,6 +49,68 @@ def _shard_numel(info: ShardedParameter) -> int:
         return numel
     rows = comm.shape[comm.dim]
     return numel // rows * -(-rows // comm.shard_group.ranks)
+
+
+class Costs(NamedTuple):
+    """All that a prediction depends on, but for the plan."""
+
+    profile: str
+    forward: Half
+    backward: Half
+    """Without compute, of a graph that is not trained."""
+    resident_bytes: int
+    outside_s: float
+    """Of a step, outside of its graphs."""
+    room_bytes: float
+    """That the graphs may need besides; infinite: no limit."""
+
+    @property
+    def halves(self) -> tuple[Half, Half]:
+        return self.forward, self.backward
+
+    def to_json(self) -> str:
+        """For ``from_json``; infinity is ``null``."""
+        kinds: dict[Kind, int] = {}
+
+        def of_kind(member: Gather | Reduction) -> dict[str, Any]:
+            return member._asdict() | {"kind": kinds.setdefault(member.kind, len(kinds))}
+
+        def half(of: Half) -> dict[str, Any]:
+            gathers, reductions = [*map(of_kind, of.gathers)], [*map(of_kind, of.reductions)]
+            return of._asdict() | {"gathers": gathers, "reductions": reductions}
+
+        def kind(of: Kind) -> dict[str, Any]:
+            return of._asdict() | {"then": kind(of.then) if of.then else None}
+
+        fields = self._asdict() | {"forward": half(self.forward), "backward": half(self.backward)}
+        room = self.room_bytes if self.room_bytes < math.inf else None
+        return json.dumps({**fields, "room_bytes": room, "kinds": [kind(k) for k in kinds]}) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Costs":
+        fields = json.loads(text)
+
+        def kind(of: dict[str, Any]) -> Kind:
+            return Kind(**of | {"then": kind(of["then"]) if of["then"] else None})
+
+        kinds = [kind(k) for k in fields.pop("kinds")]
+
+        def half(of: dict[str, Any]) -> Half:
+            gathers = tuple(Gather(**member | {"kind": kinds[member["kind"]]}) for member in of["gathers"])
+            reductions = tuple(Reduction(**member | {"kind": kinds[member["kind"]]}) for member in of["reductions"])
+            numbers = {name: tuple(of[name]) for name in ("seconds", "nbytes", "between")}
+            return Half(**numbers, gathers=gathers, reductions=reductions)
+
+        fields["room_bytes"] = math.inf if fields["room_bytes"] is None else fields["room_bytes"]
+        return cls(**fields | {"forward": half(fields["forward"]), "backward": half(fields["backward"])})
+
+
+def costs_of(halves: Sequence[Half], state: State, profile: HardwareProfile, room_bytes: float) -> Costs:
+    """Of a forward and a backward graph; an optimizer's step belongs to those with a backward."""
+    forward, backward = halves
+    outside = profile.parameter_s * state.parameters + profile.memory_s(state.updated_bytes)
+    outside = outside if backward.seconds else 0.0
+    return Costs(profile.name, forward, backward, state.resident_bytes, outside, room_bytes)
 
 
 @dataclass(frozen=True)
@@ -98,19 +160,17 @@ def timelines(plan: BucketPlan, halves: Sequence[Half]) -> tuple[Timeline, Timel
     return replay(forward, first), replay(backward, second)
 
 
-def predict(plan: BucketPlan, halves: Sequence[Half], state: State, profile: HardwareProfile) -> Prediction:
-    """What ``plan`` takes on a forward and a backward graph; an optimizer's step belongs to those with a backward."""
-    forward, backward = halves
-    first, second = timelines(plan, halves)
-    outside = profile.parameter_s * state.parameters + profile.memory_s(state.updated_bytes)
+def predict(plan: BucketPlan, costs: Costs, played: Sequence[Timeline]) -> Prediction:
+    """What ``plan`` takes, ``played`` by ``timelines``."""
+    first, second = played
     return Prediction(
         plan.hash,
-        profile.name,
+        costs.profile,
         first.seconds,
         second.seconds,
-        outside if backward.seconds else 0.0,
+        costs.outside_s,
         first.exposed + second.exposed,
-        bound(forward) + bound(backward),
-        state.resident_bytes + max(first.peak, second.peak),
-        state.resident_bytes,
+        bound(costs.forward) + bound(costs.backward),
+        costs.resident_bytes + max(first.peak, second.peak),
+        costs.resident_bytes,
     )

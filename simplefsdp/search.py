@@ -1,12 +1,15 @@
 """Plans that are searched for: ``"auto"`` and ``"greedy"``, given a hardware profile."""
 
+import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from inductor_passes.collectives import GraphParameter
 from inductor_passes.kept import choose_kept
-from inductor_passes.planner import auto, greedy, minimum, named
+from inductor_passes.planner import TOLERANCE, auto, greedy, minimum, named
 from inductor_passes.timeline import Half, scheduled
 
 from .hardware import HardwareProfile
@@ -14,11 +17,10 @@ from .plan import BucketPlan, Uses
 from .sharding import Reshard
 from .wrap import BLOCK, Buckets, Request, resolve
 
+log = logging.getLogger("simplefsdp")
+
 SEARCHED = frozenset({"auto", "greedy"})
 """Names of plans that need a profile."""
-
-_TOLERANCE = 0.005
-"""Of the predicted time, what ``auto`` gives for less memory where no budget is set: less than predictions err by."""
 
 _OF_DEVICE = 92
 """Percent of a device's memory that is planned with: the rest is for its context and for what is fragmented."""
@@ -36,7 +38,7 @@ class Search:
     budget: int | None
     """Bytes: of the highest peak."""
     device_bytes: int | None = None
-    """Of a GPU's memory: what is kept without a budget must fit, too."""
+    """Of a GPU's memory: the limit where there is no budget."""
 
 
 def search(
@@ -56,28 +58,36 @@ def search(
         block: buckets of the ``block`` plan, which ``auto`` must not be slower than.
 
     Raises:
-        ValueError: the budget cannot be met; says what is the least.
+        ValueError: the budget cannot be met; says what is the least. That a device is too small is a warning.
     """
     position = {fqn: i for i, (fqn, _) in enumerate(parameters)}
     known = resolve(BLOCK.prefetch, block, uses, parameters, kept)
-    room = _room(wanted, resident)
+    limit = room(wanted, resident)
     minima = [minimum(half) for half in halves]
     least = max(found.timeline.peak for found in minima)
-    if least > room:
+    if least > limit and wanted.budget is None:
+        log.warning(
+            "plan=%r: this step is predicted to need %d bytes of a device of %d; it is planned for the least memory",
+            wanted.name,
+            least + resident,
+            wanted.device_bytes,
+        )
+        limit = least
+    if least > limit:
         raise ValueError(
             f"option 'memory_budget'={wanted.budget}: this step needs at least {-(-100 * (least + resident) // AIM)} "
             f"bytes, of which {resident} for shards and the optimizer's state, {100 - AIM} % as predictions err"
         )
     found = []
     for half, gathers, lowest in zip(halves, (known.forward, known.backward), minima, strict=True):
-        by_rule = greedy(half, room)
+        by_rule = greedy(half, limit)
         if wanted.name == "auto":
             proposals = [scheduled(half, gathers, known.reductions), by_rule.schedule]
-            best = auto(half, room, proposals, tolerance=_TOLERANCE if wanted.budget is None else 0.0)
+            best = auto(half, limit, proposals, tolerance=TOLERANCE if wanted.budget is None else 0.0)
             assert best is not None
             found.append(best)
         else:
-            found.append(by_rule if by_rule.timeline.peak <= room else lowest)
+            found.append(by_rule if by_rule.timeline.peak <= limit else lowest)
     (forward, _), (backward, reductions) = (
         named(half, best.schedule, position) for half, best in zip(halves, found, strict=True)
     )
@@ -103,10 +113,8 @@ def choose(
         resident: as in ``search``.
     """
     forward, backward = halves
-    room = _room(wanted, resident)
-    if wanted.budget is None and wanted.device_bytes is not None:
-        room = wanted.device_bytes * _OF_DEVICE // 100 - resident
-    return choose_kept(forward, backward, [p.fqn for p in params.values() if p.reshard is None], room)
+    undecided = [param.fqn for param in params.values() if param.reshard is None]
+    return choose_kept(forward, backward, undecided, room(wanted, resident))
 
 
 def decided(params: Mapping[int, GraphParameter], kept: Collection[str]) -> dict[int, GraphParameter]:
@@ -118,13 +126,22 @@ def decided(params: Mapping[int, GraphParameter], kept: Collection[str]) -> dict
 
 
 def fits(wanted: Search, halves: Sequence[Half], resident: int) -> bool:
-    """Whether there is a plan for these graphs within the budget."""
-    return max(minimum(half).timeline.peak for half in halves) <= _room(wanted, resident)
+    """Whether there is a plan for these graphs within the budget or the device."""
+    return max(minimum(half).timeline.peak for half in halves) <= room(wanted, resident)
 
 
-def _room(wanted: Search, resident: int) -> float:
+def device_bytes(device: torch.device) -> int | None:
+    """A GPU's memory; ``None``: what a process may use of this device is not known."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def room(wanted: object, resident: int) -> float:
     """Bytes that are predicted at most, beside ``resident``."""
-    return math.inf if wanted.budget is None else wanted.budget * AIM // 100 - resident
+    if not isinstance(wanted, Search):
+        return math.inf
+    if wanted.budget is not None:
+        return wanted.budget * AIM // 100 - resident
+    return math.inf if wanted.device_bytes is None else wanted.device_bytes * _OF_DEVICE // 100 - resident
 
 
 def parse_bytes(value: object) -> int:

@@ -30,37 +30,25 @@ def trace(halves: Sequence[Half], timelines: Sequence[Timeline], resident: int =
             events.append(_complete(_COMPUTE, f"{direction} {step}", "compute", begin + timeline.starts[step], seconds))
         for span in timeline.spans:
             track = 1 + channels.index(span.kind.channel)
-            events += _of_span(track, _what(half, span), span, begin)
+            events += _of_span(track, span, begin)
         for start, nbytes in zip(timeline.starts, timeline.memory, strict=True):
-            counted = {
-                "ph": "C",
-                "name": "memory",
-                "pid": 0,
-                "ts": _us(begin + start),
-                "args": {"bytes": resident + nbytes},
-            }
-            events.append(counted)
+            counted = {"bytes": resident + nbytes}
+            events.append({"ph": "C", "name": "memory", "pid": 0, "ts": _us(begin + start), "args": counted})
         begin += timeline.seconds
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1) + "\n"
 
 
-def _of_span(track: int, what: str, span: Span, begin: float) -> Iterator[dict[str, Any]]:
-    name = f"{what} {span.fqns[0]}" + (f" and {len(span.fqns) - 1} more" if len(span.fqns) > 1 else "")
+def _of_span(track: int, span: Span, begin: float) -> Iterator[dict[str, Any]]:
+    name = f"{span.what} {span.fqns[0]}" + (f" and {len(span.fqns) - 1} more" if len(span.fqns) > 1 else "")
     about = {
         "parameters": list(span.fqns),
         "bytes": span.nbytes,
         "issued_us": _us(begin + span.issued),
         "awaited_us": _us(begin + span.awaited),
     }
-    yield _complete(track, name, what, begin + span.started, span.finished - span.started) | {"args": about}
-    if span.finished > span.awaited:
-        yield _complete(_COMPUTE, f"wait for {name}", "exposed", begin + span.awaited, span.finished - span.awaited)
-
-
-def _what(half: Half, span: Span) -> str:
-    if any(gather.kind == span.kind for gather in half.gathers):
-        return "gather"
-    return "reduce" if any(reduction.kind == span.kind for reduction in half.reductions) else "all-reduce"
+    yield _complete(track, name, span.what, begin + span.started, span.finished - span.started) | {"args": about}
+    if span.exposed:
+        yield _complete(_COMPUTE, f"wait for {name}", "exposed", begin + span.awaited, span.exposed)
 
 
 def _complete(track: int, name: str, category: str, start: float, seconds: float) -> dict[str, Any]:

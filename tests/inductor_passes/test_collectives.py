@@ -91,6 +91,27 @@ def test_repeated_gradients_are_summed_in_their_own_dtype_before_the_one_reducti
     assert torch.ops.aten.add.Tensor in (left.target, right.target), "three gradients, two additions"
 
 
+def test_gathers_of_a_shard_are_one_only_if_they_give_the_same():
+    captured = capture(simple_fsdp(Repeats()), torch.ones(2, 6))
+    graph = captured.joint
+    first, second, third = found = nodes(graph, ALL_GATHER)
+    for gather, dtype in ((second, torch.float16), (third, torch.bfloat16)):
+        shard, *rest = gather.args
+        with graph.inserting_before(gather):
+            cast = graph.call_function(torch.ops.aten._to_copy.default, (shard,), {"dtype": dtype})
+        cast.meta["val"] = shard.meta["val"].to(dtype)
+        gather.args = (cast, *rest)
+    identify(graph, captured.params)
+    assert nodes(graph, ALL_GATHER) == found
+    cast.kwargs = {"dtype": torch.float16}
+    third.args = (cast, 2, *rest[1:])
+    identify(graph, captured.params)
+    assert nodes(graph, ALL_GATHER) == found
+    third.args = (cast, *rest)
+    identify(graph, captured.params)
+    assert nodes(graph, ALL_GATHER) == [first, second]
+
+
 def test_an_inference_graph_gathers_a_repeated_parameter_once():
     model = simple_fsdp(Repeats())
     with torch.no_grad():

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import inductor_passes
 from simplefsdp import BucketPlan, backend, manual_plan, plan, simple_fsdp, wrap
-from simplefsdp.backend import Options, parse_options, passes_for
+from simplefsdp.backend import passes_for
+from simplefsdp.options import Options, parse_options
 from tests.models import batch, tiny_llama
 from tests.ranks import fake_group
 
@@ -68,6 +69,14 @@ def test_options_have_defaults():
     assert parse_options(None) == Options(plan="auto", lower_with="inductor", report_dir=None)
 
 
+def test_the_environment_may_name_the_folder_of_reports(monkeypatch):
+    monkeypatch.setenv("SIMPLEFSDP_REPORT_DIR", "out/report")
+    assert parse_options({"plan": "none"}).report_dir == "out/report"
+    assert parse_options({"report_dir": "elsewhere"}).report_dir == "elsewhere"
+    monkeypatch.setenv("SIMPLEFSDP_REPORT_DIR", "")
+    assert parse_options(None).report_dir is None
+
+
 def test_the_backend_is_an_entry_point_and_found_without_importing_the_package():
     (entry,) = entry_points(group="torch_dynamo_backends", name="simplefsdp")
     assert entry.value == "simplefsdp.backend:simplefsdp"
@@ -77,7 +86,7 @@ def test_the_backend_is_an_entry_point_and_found_without_importing_the_package()
 
 @one_of_four
 def test_the_default_plan_says_what_it_means(caplog):
-    from simplefsdp.backend import _say_what_auto_is
+    from simplefsdp.options import _say_what_auto_is
 
     _say_what_auto_is.cache_clear()
     model = torch.compile(simple_fsdp(nn.Linear(2, 8)), backend="simplefsdp", options={"lower_with": "aot_eager"})
@@ -208,6 +217,25 @@ def test_a_report_shows_each_graph_before_and_after_each_pass_also_from_a_warm_c
     assert after.count("reduce_scatter_tensor.default(") == 3
     assert "# layers.0.attention.wq.weight, layers.0.attention.wk.weight" in after
     assert len(BucketPlan.from_json(cold["graph_0_0/plan.json"]).reductions) == 3
+
+
+@pytest.mark.parametrize("plan", ["block", "none"])
+def test_what_is_planned_is_logged_once_also_from_a_warm_cache(caplog, plan):
+    counters = torch._dynamo.utils.counters["aot_autograd"]
+    with fresh_cache():
+        for world in ("cold", "warm"):
+            torch._dynamo.reset()
+            counters.clear()
+            caplog.clear()
+            with fake_group(4), caplog.at_level(logging.INFO, "simplefsdp"):
+                model = simple_fsdp(tiny_llama(layers=1))
+                compiled = torch.compile(model, backend="simplefsdp", options={"plan": plan}, fullgraph=True)
+                for _ in range(2):
+                    compiled(*batch(0, 0)).backward()
+            (line,) = (record.message for record in caplog.records if record.levelname == "INFO")
+            assert counters["autograd_cache_hit"] == (world == "warm")
+            expected = "plan none: 35 collectives" if plan == "none" else r"plan [0-9a-f]{16}: 35 -> 8 collectives"
+            assert re.fullmatch(expected, line)
 
 
 class _WithABranch(nn.Module):

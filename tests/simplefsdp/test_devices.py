@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from simplefsdp import simple_fsdp
-from simplefsdp.backend import parse_options, passes_for
+from simplefsdp.backend import passes_for
 from simplefsdp.devices import DEVICES, built_in, is_built_in
 from simplefsdp.hardware import load_profile, network, save
+from simplefsdp.options import parse_options
 from tests.graphs import capture
 from tests.models import batch, tiny_llama
 

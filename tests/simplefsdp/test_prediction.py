@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from torch import nn
 
 from inductor_passes.order import Bucket
 from inductor_passes.timeline import Gather, Half, Kind, Reduction
-from simplefsdp import BucketPlan, simple_fsdp
-from simplefsdp.prediction import Prediction, State, predict, state_of
+from simplefsdp import BucketPlan, HardwareProfile, simple_fsdp
+from simplefsdp.prediction import Prediction, State, costs_of, predict, state_of, timelines
 from tests.models import batch, tiny_llama
 from tests.simplefsdp.test_search import PROFILE
 
@@ -24,9 +25,15 @@ BACKWARD = Half((4.0,), (50,), (0, 0), (), (Reduction("a", KIND, 10, 1, 1),))
 PLAN = BucketPlan((Bucket(("a",), None, "a"),), (), (Bucket(("a",), None, None),), (), (("a", (10,)),))
 
 
+def predicted(
+    plan: BucketPlan, halves: tuple[Half, Half], state: State, profile: HardwareProfile = PROFILE
+) -> Prediction:
+    return predict(plan, costs_of(halves, state, profile, math.inf), timelines(plan, halves))
+
+
 def test_a_step_is_its_graphs_and_what_is_outside_of_them() -> None:
     profile = replace(PROFILE, parameter_s=0.25)
-    found = predict(PLAN, (FORWARD, BACKWARD), State(2, 1000, 10**9), profile)
+    found = predicted(PLAN, (FORWARD, BACKWARD), State(2, 1000, 10**9), profile)
     assert (found.forward_s, found.backward_s, found.exposed_s) == pytest.approx((2 + 3, 4 + 2, 4))
     assert found.outside_s == pytest.approx(2 * 0.25 + 10**9 / 1e10)
     assert found.step_s == pytest.approx(11 + 0.6)
@@ -41,7 +48,7 @@ def test_the_gap_is_what_another_plan_could_save() -> None:
     half = Half((4.0, 4.0), (0, 0), (0, 0, 0), (), tuple(Reduction(f, KIND, 10, i + 1, 1) for i, f in enumerate("ab")))
     buckets = (Bucket(("a",), "b", None), Bucket(("b",), "b", None, place=1))
     plan = BucketPlan((), (), buckets, (), (("a", (10,)), ("b", (10,))))
-    found = predict(plan, (Half((), (), (0,), (), ()), half), State(), PROFILE)
+    found = predicted(plan, (Half((), (), (0,), (), ()), half), State())
     assert found.backward_s == pytest.approx(8 + 4)
     assert found.bound_s == pytest.approx(8 + 2)
     assert found.gap == pytest.approx(0.2)
@@ -49,7 +56,7 @@ def test_the_gap_is_what_another_plan_could_save() -> None:
 
 def test_evaluation_has_no_optimizer() -> None:
     nothing = Half((), (), (0,), (), ())
-    assert predict(PLAN, (FORWARD, nothing), State(2, 1000, 10**9), PROFILE).outside_s == 0
+    assert predicted(PLAN, (FORWARD, nothing), State(2, 1000, 10**9)).outside_s == 0
 
 
 @pytest.mark.usefixtures("one_of_four")
@@ -68,13 +75,18 @@ def test_it_is_logged_and_part_of_the_report(tmp_path: Path, caplog: pytest.LogC
     options: Any = {"plan": plan, "profile": PROFILE, "lower_with": "aot_eager", "report_dir": str(tmp_path)}
     with caplog.at_level(logging.INFO, "simplefsdp"):
         torch.compile(model, backend="simplefsdp", options=options)(*batch(0, 0)).backward()
-    (logged,) = (arg for record in caplog.records for arg in record.args or () if isinstance(arg, Prediction))
+    (logged,) = (record.message for record in caplog.records if record.levelname == "INFO")
     (folder,) = tmp_path.iterdir()
     written = json.loads((folder / "prediction.json").read_text())
-    assert written["plan"] == logged.plan == BucketPlan.load(folder / "plan.json").hash
-    assert written["step_s"] == logged.step_s > logged.bound_s > 0
+    made = BucketPlan.load(folder / "plan.json")
+    count = len(made.forward) + len(made.backward) + len(made.reductions)
+    each = sum(len(b.fqns) for b in (*made.forward, *made.backward, *made.reductions))
+    assert written["plan"] == made.hash
+    assert logged.startswith(f"plan {made.hash}: {each} -> {count} collectives, predicted to take ")
+    assert f"{1e3 * written['step_s']:.1f} ms a step, of which {1e3 * written['exposed_s']:.1f} exposed" in logged
+    assert written["step_s"] > written["bound_s"] > 0
     assert (
-        logged.peak_bytes
-        > logged.resident_bytes
+        written["peak_bytes"]
+        > written["resident_bytes"]
         == state_of((param.simple_fsdp_info, param.dtype, True) for param in model.parameters()).resident_bytes
     )

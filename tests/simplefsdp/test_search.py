@@ -17,9 +17,10 @@ from inductor_passes.collectives import BUCKET, MARK
 from inductor_passes.planner import auto, greedy
 from inductor_passes.timeline import Schedule, scheduled
 from simplefsdp import BucketPlan, HardwareProfile, manual_plan, simple_fsdp
-from simplefsdp.backend import parse_options, passes_for
-from simplefsdp.hardware import flat, save
-from simplefsdp.search import parse_bytes
+from simplefsdp.backend import passes_for
+from simplefsdp.hardware import Link, flat, save
+from simplefsdp.options import parse_options
+from simplefsdp.search import device_bytes, parse_bytes
 from simplefsdp.sharding import Reshard
 from tests.graphs import capture, whole_weights_among_outputs
 from tests.models import batch, tiny_llama, train
@@ -83,6 +84,20 @@ def test_all_ranks_plan_the_same_however_uneven_their_shards(reshard: Reshard, c
     assert bool(kept[0]) == (reshard == "auto")
 
 
+def test_ranks_of_groups_on_more_nodes_than_others_plan_the_same() -> None:
+    inside = dict.fromkeys(PROFILE.network.inside, Link(bandwidth_bytes_per_s=1e10, alpha_s=1e-6))
+    uneven = replace(PROFILE.network, ranks_per_node=4, nodes=2, inside=inside)
+    plans = []
+    for rank in (0, 4):  # of a shard group on one node, and of one on two
+        with fake_group(6, rank):
+            mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("replicate", "shard"))
+            model = simple_fsdp(tiny_llama(), mesh)
+            captured = capture(model, *batch(0, 0), plan="auto", profile=replace(PROFILE, network=uneven))
+            nodes = [*captured.forward.nodes, *captured.backward.nodes]
+            plans.append([node.meta[BUCKET] for node in nodes if MARK in node.meta])
+    assert plans[0] == plans[1]
+
+
 @pytest.mark.usefixtures("one_of_four")
 def test_a_budget_that_cannot_be_met_says_what_can(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"option 'memory_budget'=1000: this step needs at least \d+ bytes") as error:
@@ -136,6 +151,27 @@ def test_the_planner_keeps_what_it_is_left_to_decide_as_the_budget_allows(tmp_pa
         PROFILE, network=flat("quick", 8, alpha_s=1e-9, bandwidth_bytes_per_s=1e15), collective_launch_s=0.0
     )
     assert planned(tmp_path / "quick", reshard="auto", profile=quick).kept == ()
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_without_a_budget_the_memory_of_a_gpu_is_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def peak(folder: str) -> int:
+        (path,) = (tmp_path / folder).glob("*/prediction.json")
+        return int(json.loads(path.read_text())["peak_bytes"])
+
+    assert device_bytes(torch.device("cpu")) is None
+    free = planned(tmp_path / "free", reshard="auto")
+    for folder, nbytes in (("large", 2 * peak("free")), ("small", peak("free")), ("tiny", 1000)):
+        monkeypatch.setattr("simplefsdp.options.device_bytes", lambda _device, nbytes=nbytes: nbytes)
+        assert (planned(tmp_path / folder, reshard="auto") == free) == (folder == "large")
+        assert (peak(folder) <= 0.92 * nbytes) == (folder != "tiny")
+        assert ("bytes of a device of 1000; it is planned for the least memory" in caplog.text) == (folder == "tiny")
+    with pytest.raises(Exception, match="needs at least") as error:
+        planned(tmp_path / "none", memory_budget=1)
+    least = int(re.findall(r"at least (\d+)", str(error.value))[0])
+    assert peak("tiny") == pytest.approx(0.97 * least, abs=2)
 
 
 @pytest.mark.usefixtures("one_of_four")

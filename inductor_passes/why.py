@@ -1,0 +1,138 @@
+"""Why a collective of a schedule is where it is: what the model says of the same schedule with one thing changed."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from .timeline import Gather, Half, Reduction, Schedule, Span, Timed, Timeline, replay
+
+Bound = Literal["nothing", "dependency", "channel", "memory", "compute", "plan"]
+
+_NEGLIGIBLE = 1e-4
+"""Of the graph's time: what takes less than that more, or less, is as fast."""
+
+
+class Why(NamedTuple):
+    """Of one bucket."""
+
+    spans: tuple[Span, ...]
+    """Its collectives, in the order in which they are awaited."""
+    bound: Bound
+    """What keeps it from being hidden. ``"dependency"``: the graph begins or ends there. ``"channel"``: its process
+    group is busy when it is issued. ``"memory"``: issued earlier, or awaited later, it does not fit.
+    ``"compute"``: that would not be faster; ``"plan"``: it would. ``"nothing"``: it is hidden."""
+    where: str
+    """The same in words."""
+    closed: str
+    """Why the next bucket is not part of it, in words."""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that compute waits for it."""
+        return sum(span.exposed for span in self.spans)
+
+
+class _Change(NamedTuple):
+    """What another schedule takes more than the one at hand."""
+
+    seconds: float
+    over: float
+    """Bytes above what there is room for."""
+
+
+def why(half: Half, schedule: Schedule, room: float) -> tuple[list[Why], list[Why]]:
+    """Of each bucket of gathers, and of reductions. ``room``: bytes that the graph may need."""
+    played = replay(half, schedule)
+
+    def change(other: Schedule) -> _Change:
+        timeline = replay(half, other)
+        seconds = timeline.seconds - played.seconds
+        return _Change(seconds if abs(seconds) > _NEGLIGIBLE * played.seconds else 0.0, timeline.peak - room)
+
+    gathers = []
+    for i, timed in enumerate(schedule.gathers):
+        spans = _spans(played, half.gathers, timed, "gather")
+        earlier = _earlier(half, schedule, i)
+        bound, where = _bound(spans, change(earlier) if earlier else None, "issued earlier")
+        joins = _alike(half.gathers, schedule.gathers[i : i + 2])
+        closed = _closed(change(schedule.with_gathers_merged(i))) if joins else _ALONE[joins]
+        gathers.append(Why(spans, bound, where, closed))
+    reductions = []
+    for i, timed in enumerate(schedule.reductions):
+        spans = _spans(played, half.reductions, timed, "reduce", "all-reduce")
+        later = _later(half, schedule, i)
+        bound, where = _bound(spans, change(later) if later else None, "awaited later")
+        joins = _alike(half.reductions, schedule.reductions[i : i + 2])
+        closed = _closed(change(schedule.with_reductions_merged(i))) if joins else _ALONE[joins]
+        reductions.append(Why(spans, bound, where, closed))
+    return gathers, reductions
+
+
+def _spans(played: Timeline, of: Sequence[Gather | Reduction], timed: Timed, *what: str) -> tuple[Span, ...]:
+    fqns = {of[k].fqn for k in timed.members}
+    return tuple(span for span in played.spans if span.what in what and span.fqns[0] in fqns)
+
+
+def _earlier(half: Half, schedule: Schedule, i: int) -> Schedule | None:
+    """Gather ``i`` is issued one use of a weight earlier, those before it not later; ``None``: it is at the start."""
+    uses = sorted({0, *(gather.use for gather in half.gathers)})
+    place = bisect_left(uses, schedule.gathers[i].issue)
+    if not place:
+        return None
+    moved = [timed._replace(issue=min(timed.issue, uses[place - 1])) for timed in schedule.gathers[: i + 1]]
+    return schedule._replace(gathers=(*moved, *schedule.gathers[i + 1 :]))
+
+
+def _later(half: Half, schedule: Schedule, i: int) -> Schedule | None:
+    """Reduction ``i`` is awaited one reduction later; ``None``: it is awaited behind all compute."""
+    timed, end = schedule.reductions[i], len(half.seconds)
+    issues = sorted({end + 1, *(other.issue for other in schedule.reductions)})
+    if timed.wait >= end:
+        return None
+    moved = timed._replace(wait=issues[bisect_right(issues, timed.wait)])
+    return schedule._replace(reductions=(*schedule.reductions[:i], moved, *schedule.reductions[i + 1 :]))
+
+
+def _alike(of: Sequence[Gather | Reduction], pair: Sequence[Timed]) -> bool | None:
+    """Whether some of both buckets could share a collective; ``None``: there is only one."""
+    kinds = [{of[k].kind for k in timed.members} for timed in pair]
+    return not kinds[0].isdisjoint(kinds[1]) if len(kinds) == 2 else None
+
+
+_ALONE = {None: "it is the last", False: "the next is of another process group or dtype"}
+
+
+def _bound(spans: Sequence[Span], moved: _Change | None, how: str) -> tuple[Bound, str]:
+    queued = sum(span.started - span.issued for span in spans)
+    if not any(span.exposed for span in spans):
+        return "nothing", f"in time, by {_ms(min(span.awaited - span.finished for span in spans))}"
+    if moved is not None and moved.seconds < 0:
+        if moved.over > 0:
+            return "memory", f"{how}, the step would be {_ms(-moved.seconds)} shorter and {_mib(moved.over)} too large"
+        return "plan", f"{how}, the step would be {_ms(-moved.seconds)} shorter"
+    if queued > 0:
+        return "channel", f"its process group is busy for {_ms(queued)} when it is issued"
+    if moved is None:
+        return "dependency", "there is nothing before it" if how == "issued earlier" else "there is nothing behind it"
+    return (
+        "compute",
+        f"{how}, the step would be as long"
+        if not moved.seconds
+        else f"{how}, the step would be {_ms(moved.seconds)} longer",
+    )
+
+
+def _closed(merged: _Change) -> str:
+    if merged.over > 0:
+        return f"with the next, {_mib(merged.over)} too large"
+    if merged.seconds > 0:
+        return f"with the next, {_ms(merged.seconds)} longer"
+    return f"with the next, {_ms(-merged.seconds)} shorter" if merged.seconds else "with the next, as long"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:.2f} MiB"

@@ -1,0 +1,298 @@
+"""``simplefsdp explain``, the story of a report: what is planned, why, what it is predicted to cost, what may help."""
+
+import argparse
+import difflib
+import functools
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from inductor_passes.kept import choose_kept, keep_whole
+from inductor_passes.planner import auto
+from inductor_passes.timeline import Half, scheduled
+from inductor_passes.why import Bound, Why, why
+
+from .plan import BucketPlan, span
+from .prediction import Costs, Prediction, predict, timelines
+
+_ROWS = 12
+"""How many buckets the text shows, those that are exposed longest first, if it is not to show all."""
+_WORTH = 0.01
+"""Of the throughput: what a change must gain to be proposed, more than ``auto`` gives for memory."""
+_OF_BATCH = ("seconds", "nbytes", "between")
+"""Fields of a ``Half`` that grow with the batch."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A bucket of a plan: one collective, or one for each kind of its parameters. Seconds since its graph began."""
+
+    direction: str
+    """``"forward"``, ``"backward"`` (gathers) or ``"reductions"``, as in ``BucketPlan``."""
+    parameters: tuple[str, ...]
+    nbytes: int
+    """Of the full weights or gradients."""
+    issued_s: float
+    started_s: float
+    finished_s: float
+    awaited_s: float
+    hidden_s: float
+    """Of the communication, what compute does not wait for."""
+    exposed_s: float
+    bound: Bound
+    where: str
+    """Why it is not issued earlier, or awaited later."""
+    closed: str
+    """Why the next bucket is not part of it."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What another choice is predicted to bring."""
+
+    what: str
+    gain: float
+    """Of the throughput: 0.1 is a tenth more tokens a second."""
+    step_s: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Of one compiled step."""
+
+    plan: BucketPlan
+    costs: Costs
+    prediction: Prediction
+    buckets: tuple[Explained, ...]
+
+    @property
+    def room_bytes(self) -> float:
+        """That the step may need; infinite: no limit."""
+        return self.costs.room_bytes + self.costs.resident_bytes
+
+    @property
+    def before(self) -> int:
+        """Collectives without a plan: one for each parameter and direction."""
+        return sum(len(half.gathers) + len(half.reductions) for half in self.costs.halves)
+
+    @property
+    def collectives(self) -> int:
+        return len(self.buckets)
+
+    @property
+    def gathered_bytes(self) -> int:
+        return sum(gather.nbytes for half in self.costs.halves for gather in half.gathers)
+
+    @property
+    def reduced_bytes(self) -> int:
+        return sum(reduction.nbytes for half in self.costs.halves for reduction in half.reductions)
+
+    @functools.cached_property
+    def changes(self) -> tuple[Change, ...]:
+        """The three that gain most, each by itself, the best first; the planner is asked what they would bring."""
+        return tuple(_changes(self.plan, self.costs, self.prediction))
+
+    def to_json(self) -> str:
+        fields = {
+            "plan": self.plan.hash,
+            "prediction": json.loads(self.prediction.to_json()),
+            "room_bytes": self.room_bytes if self.room_bytes < math.inf else None,
+            "collectives_before": self.before,
+            "collectives": self.collectives,
+            "gathered_bytes": self.gathered_bytes,
+            "reduced_bytes": self.reduced_bytes,
+            "kept": self.plan.kept,
+            "buckets": [asdict(bucket) for bucket in self.buckets],
+            "changes": [asdict(change) for change in self.changes],
+        }
+        return json.dumps(fields, indent=1) + "\n"
+
+    def text(self, rows: int = _ROWS) -> str:
+        """For a terminal, with the ``rows`` buckets that are exposed longest, in the order in which they run."""
+        predicted = self.prediction
+        elements = sum(math.prod(shape) for _, shape in self.plan.parameters)
+        limit = f" of {_gib(self.room_bytes)}" if self.room_bytes < math.inf else ""
+        least = predicted.bound_s + predicted.outside_s
+        communicated = sum(bucket.hidden_s + bucket.exposed_s for bucket in self.buckets)
+        lines = [
+            f"plan {self.plan.hash}, predicted for {predicted.profile}",
+            f"  parameters   {len(self.plan.parameters)} of {elements:,} elements; {len(self.plan.kept)} kept whole "
+            "from forward to backward",
+            f"  collectives  {self.before} -> {self.collectives}; {_gib(self.gathered_bytes)} gathered, "
+            f"{_gib(self.reduced_bytes)} reduced",
+            f"  step         {_ms(predicted.step_s)}: forward {_ms(predicted.forward_s)}, backward "
+            f"{_ms(predicted.backward_s)}, outside of the graphs {_ms(predicted.outside_s)}",
+            f"  exposed      {_ms(predicted.exposed_s)} of {_ms(communicated)} communication "
+            f"({predicted.exposed_s / predicted.step_s:.1%} of the step)",
+            f"  limits       no plan takes less than {_ms(least)} (L1); this one is {_ms(predicted.step_s)} (L2), "
+            f"{predicted.step_s / least - 1:.1%} above",
+            f"  memory       peak {_gib(predicted.peak_bytes)}{limit}, {_gib(predicted.resident_bytes)} of it shards "
+            "and the optimizer's state",
+        ]
+        shown = sorted(self.buckets, key=lambda bucket: bucket.exposed_s, reverse=True)[:rows]
+        for direction in ("forward", "backward", "reductions"):
+            of_direction = [bucket for bucket in self.buckets if bucket.direction == direction]
+            here = [bucket for bucket in of_direction if bucket in shown]
+            if here:
+                lines.append(_heading(direction, len(here), len(of_direction)))
+            for bucket in here:
+                lines.append(_row(bucket))
+        lines.append(
+            "what would help most:" if self.changes else "no other plan, memory, batch or resharding would help"
+        )
+        lines += [f"  {change.gain:+7.1%} throughput  {_change(change)}" for change in self.changes]
+        return "\n".join(lines) + "\n"
+
+
+def explain(plan: BucketPlan, costs: Costs) -> Explanation:
+    """What ``plan`` does with a step that costs this, and why."""
+    played = timelines(plan, costs.halves)
+    prediction = predict(plan, costs, played)
+    forward = why(costs.forward, scheduled(costs.forward, plan.forward, ()), costs.room_bytes)[0]
+    backward, reductions = why(
+        costs.backward, scheduled(costs.backward, plan.backward, plan.reductions), costs.room_bytes
+    )
+    found = (("forward", forward), ("backward", backward), ("reductions", reductions))
+    return Explanation(
+        plan, costs, prediction, tuple(_explained(direction, one) for direction, each in found for one in each)
+    )
+
+
+def _explained(direction: str, one: Why) -> Explained:
+    spans = one.spans
+    return Explained(
+        direction,
+        tuple(dict.fromkeys(fqn for span in spans for fqn in span.fqns)),
+        sum(span.nbytes for span in spans if span.what != "all-reduce"),
+        min(span.issued for span in spans),
+        min(span.started for span in spans),
+        max(span.finished for span in spans),
+        min(span.awaited for span in spans),
+        sum(span.finished - span.started for span in spans) - one.exposed,
+        one.exposed,
+        one.bound,
+        one.where,
+        one.closed,
+    )
+
+
+def _changes(plan: BucketPlan, costs: Costs, prediction: Prediction) -> list[Change]:
+    def planned(halves: Sequence[Half], room: float) -> tuple[float, int] | None:
+        schedules = scheduled(halves[0], plan.forward, ()), scheduled(halves[1], plan.backward, plan.reductions)
+        found = [auto(half, room, [schedule]) for half, schedule in zip(halves, schedules, strict=True)]
+        if not all(found):
+            return None
+        seconds = sum(one.timeline.seconds for one in found if one)
+        return seconds + costs.outside_s, costs.resident_bytes + max(one.timeline.peak for one in found if one)
+
+    def change(what: str, found: tuple[float, int] | None, batch: int = 1) -> Iterable[Change]:
+        if found is not None:
+            yield Change(what, batch * prediction.step_s / found[0] - 1, *found)
+
+    room, halves = costs.room_bytes, costs.halves
+    best = planned(halves, room)
+    tried = [*change("plan='auto', as much memory", best)]
+    if room < math.inf and (free := planned(halves, math.inf)) is not None:
+        tried += change(f"a memory budget of {_gib(free[1])}", free)
+    again = [gather.fqn for gather in costs.backward.gathers]
+    if kept := choose_kept(*halves, again, room):
+        whole = planned(keep_whole(*halves, kept), room)
+        tried += change(f"reshard_after_forward=False for {span(tuple(f for f in again if f in kept))}", whole)
+    larger = [half._replace(**{name: _twice(getattr(half, name)) for name in _OF_BATCH}) for half in halves]
+    tried += change("a batch twice as large, if compute and activations double", planned(larger, room), batch=2)
+    worth = sorted((one for one in tried if one.gain > _WORTH), key=lambda one: one.gain, reverse=True)
+    return worth[:3]
+
+
+def _twice(numbers: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(2 * number for number in numbers)
+
+
+def _heading(direction: str, shown: int, buckets: int) -> str:
+    what = "reductions" if direction == "reductions" else f"gathers in {direction}"
+    part = "" if shown == buckets else f" ({shown} of {buckets}, exposed longest)"
+    return f"{what}{part}: issued, done, needed at; hidden + exposed; bytes"
+
+
+def _row(bucket: Explained) -> str:
+    at = (bucket.issued_s, bucket.finished_s, bucket.awaited_s)
+    times = "  ".join(f"{1e3 * seconds:8.2f}" for seconds in at)
+    took = f"{1e3 * bucket.hidden_s:7.2f} + {1e3 * bucket.exposed_s:6.2f} ms"
+    what = f"{bucket.nbytes / 2**20:8.2f} MiB  {span(bucket.parameters)}"
+    return f"  {times}  {took}  {what}\n      {bucket.bound}: {bucket.where}; {bucket.closed}"
+
+
+def _change(change: Change) -> str:
+    return f"{change.what}: step {_ms(change.step_s)}, peak {_gib(change.peak_bytes)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def read(folder: str | Path) -> dict[str, Explanation]:
+    """Of each graph in a report, by the name of its folder.
+
+    Raises:
+        ValueError: there is none, or it was made without a profile.
+    """
+    root = Path(folder)
+    graphs = sorted(path.parent for path in (*root.glob("plan.json"), *root.glob("*/plan.json")))
+    if not graphs:
+        raise ValueError(f"{root}: no report here (a folder for options={{'report_dir': ...}}, with plan.json in it)")
+    found = {}
+    for graph in graphs:
+        if not (graph / "costs.json").exists():
+            raise ValueError(f"{graph}: no costs.json: compiled without a profile, so nothing was predicted")
+        costs = Costs.from_json((graph / "costs.json").read_text())
+        found[graph.name] = explain(BucketPlan.load(graph / "plan.json"), costs)
+    return found
+
+
+def compared(one: Explanation, other: Explanation) -> str:
+    """What ``one`` does that ``other`` does not."""
+    predicted = one.prediction, other.prediction
+    lines = []
+    for name, values in (
+        ("step", [p.step_s for p in predicted]),
+        ("exposed", [p.exposed_s for p in predicted]),
+        ("L1", [p.bound_s + p.outside_s for p in predicted]),
+    ):
+        lines.append(f"  {name:12} {_ms(values[0])}, against {_ms(values[1])} ({values[0] / values[1] - 1:+.1%})")
+    peaks = [p.peak_bytes for p in predicted]
+    lines.append(f"  {'peak':12} {_gib(peaks[0])}, against {_gib(peaks[1])} ({peaks[0] / peaks[1] - 1:+.1%})")
+    lines.append(f"  {'collectives':12} {one.collectives}, against {other.collectives}")
+    there, here = (explained.plan.explain().splitlines() for explained in (other, one))
+    lines += difflib.unified_diff(there, here, "against", "this", n=0, lineterm="")
+    return "\n".join(lines) + "\n"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("report", help="folder that options={'report_dir': ...} named, or that of one graph in it")
+    add("--against", metavar="REPORT", help="another one, to be compared with")
+    add("--all", action="store_true", help="show every bucket")
+    add("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Raises ``ValueError`` where there is no report."""
+    found = read(args.report)
+    others = read(args.against) if args.against else {}
+    if others and len(others) != len(found):
+        raise ValueError(f"--against: {len(others)} graphs there, {len(found)} in {args.report}")
+    if args.json:
+        print(json.dumps({name: json.loads(one.to_json()) for name, one in found.items()}, indent=1))
+        return
+    for (name, one), other in zip_longest(found.items(), others.values()):
+        print(f"{name}:")
+        print(one.text(len(one.buckets)) if args.all else one.text() if other is None else compared(one, other))
