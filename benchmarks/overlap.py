@@ -115,7 +115,7 @@ class Predictions(logging.Handler):
     """Those that are logged, the latest last."""
 
     def __init__(self) -> None:
-        super().__init__(logging.INFO)
+        super().__init__(logging.DEBUG)
         self.found: list[Prediction] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -149,7 +149,7 @@ def prepared(scenario: Scenario) -> Iterator[tuple[World, Workload, Predictions]
     profile = calibrate(torch.device("cpu"), chosen)
     log, predictions = logging.getLogger("simplefsdp"), Predictions()
     log.addHandler(predictions)
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.DEBUG)
     with rehearsal.world(scenario.ranks, chosen) as world:
         nodes = scenario.ranks // chosen.ranks_per_node
         shape = (nodes, chosen.ranks_per_node) if scenario.hybrid else (scenario.ranks,)

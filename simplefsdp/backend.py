@@ -209,6 +209,7 @@ class Passes:
             costs, played = costs_of(halves, self.state, self.profile, limit), timelines(plan, halves)
             prediction = predict(plan, costs, played)
             predicted = f", predicted to take {prediction}"
+            log.debug("plan %s is predicted to take %s", plan.hash, prediction)
             if self.report is not None:
                 self.report.write_text("costs.json", costs.to_json())
                 self.report.write_text("prediction.json", prediction.to_json())

@@ -76,7 +76,7 @@ def _as_torchrun_would(rank: int, cache: str, port: str) -> None:
     handler.emit = lambda record: logged.append(record)  # type: ignore[method-assign]
     log = logging.getLogger("simplefsdp")
     log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.DEBUG)
     model = simple_fsdp(tiny_llama())
     torch.compile(model, backend="simplefsdp", options={"lower_with": "aot_eager"})(*batch(0, 0)).backward()
     (prediction,) = (arg for record in logged for arg in record.args or () if isinstance(arg, Prediction))
