@@ -210,13 +210,11 @@ def _step(node: Node) -> tuple:
 
 
 def erase_upwards(node: Node) -> None:
-    """Erase ``node`` and whatever of its unary chain has no other user."""
-    while node.op == "call_function" and not node.users:
-        inputs = node.all_input_nodes
+    """Erase ``node`` and the unary chain that leads to it, up to what has another user."""
+    while not node.users:
+        (before,) = node.all_input_nodes
         node.graph.erase_node(node)
-        if len(inputs) != 1:
-            return
-        node = inputs[0]
+        node = before
 
 
 @dataclass(frozen=True)

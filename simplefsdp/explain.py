@@ -92,6 +92,17 @@ class Explanation:
     def reduced_bytes(self) -> int:
         return sum(reduction.nbytes for half in self.costs.halves for reduction in half.reductions)
 
+    @property
+    def compute_s(self) -> float:
+        """Of the step, in its graphs."""
+        return sum(sum(half.seconds) for half in self.costs.halves)
+
+    @property
+    def overhead_s(self) -> float:
+        """Of the step, what compute loses to collectives besides waiting: copies, issuing, contention."""
+        predicted = self.prediction
+        return predicted.forward_s + predicted.backward_s - predicted.exposed_s - self.compute_s
+
     @functools.cached_property
     def changes(self) -> tuple[Change, ...]:
         """The three that gain most, each by itself, the best first; the planner is asked what they would bring."""
@@ -106,6 +117,8 @@ class Explanation:
             "collectives": self.collectives,
             "gathered_bytes": self.gathered_bytes,
             "reduced_bytes": self.reduced_bytes,
+            "compute_s": self.compute_s,
+            "overhead_s": self.overhead_s,
             "kept": self.plan.kept,
             "buckets": [asdict(bucket) for bucket in self.buckets],
             "changes": [asdict(change) for change in self.changes],
@@ -127,7 +140,8 @@ class Explanation:
             f"{_gib(self.reduced_bytes)} reduced",
             f"  step         {_ms(predicted.step_s)}: forward {_ms(predicted.forward_s)}, backward "
             f"{_ms(predicted.backward_s)}, outside of the graphs {_ms(predicted.outside_s)}",
-            f"  exposed      {_ms(predicted.exposed_s)} of {_ms(communicated)} communication "
+            f"  of it        compute {_ms(self.compute_s)}, copies and issuing of collectives {_ms(self.overhead_s)}, "
+            f"exposed {_ms(predicted.exposed_s)} of {_ms(communicated)} communication "
             f"({predicted.exposed_s / predicted.step_s:.1%} of the step)",
             f"  limits       no plan takes less than {_ms(least)} (L1); this one is {_ms(predicted.step_s)} (L2), "
             f"{predicted.step_s / least - 1:.1%} above",

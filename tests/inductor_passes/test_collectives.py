@@ -112,6 +112,15 @@ def test_gathers_of_a_shard_are_one_only_if_they_give_the_same():
     assert nodes(graph, ALL_GATHER) == [first, second]
 
 
+def test_gradients_that_are_reduced_in_different_ways_are_not_summed_before():
+    captured = capture(simple_fsdp(Repeats()), torch.ones(2, 6))
+    other = nodes(captured.joint, REDUCE_SCATTER)[1]
+    other.args = (other.args[0], "max", *other.args[2:])
+    assert identify(captured.joint, captured.params) == ["first.weight"]
+    assert len(nodes(captured.joint, REDUCE_SCATTER)) == 3
+    assert reductions(captured.joint) == []
+
+
 def test_an_inference_graph_gathers_a_repeated_parameter_once():
     model = simple_fsdp(Repeats())
     with torch.no_grad():

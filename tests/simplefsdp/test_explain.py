@@ -57,6 +57,9 @@ def test_it_agrees_with_the_plan_and_the_prediction(
         assert all(bucket.exposed_s == 0 for bucket in shown if bucket.bound == "nothing")
         assert all(bucket.exposed_s > 0 for bucket in shown if bucket.bound != "nothing")
         assert all(bucket.issued_s <= bucket.started_s < bucket.finished_s for bucket in shown)
+    assert 0 <= found.overhead_s < found.compute_s
+    parts = found.compute_s + found.overhead_s + prediction["exposed_s"] + prediction["outside_s"]
+    assert parts == pytest.approx(prediction["step_s"])
     assert found.before == sum(len(bucket.parameters) for bucket in found.buckets) > found.collectives
     trace = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     exposed = sum(event["dur"] for event in trace if event.get("cat") == "exposed")
@@ -72,7 +75,8 @@ def test_the_text_has_what_the_json_has(
         f"plan {data['plan']}, predicted for test",
         f"{data['collectives_before']} -> {data['collectives']};",
         f"step         {1e3 * data['prediction']['step_s']:.1f} ms",
-        f"exposed      {1e3 * data['prediction']['exposed_s']:.1f} ms",
+        f"of it        compute {1e3 * data['compute_s']:.1f} ms, copies and issuing of collectives "
+        f"{1e3 * data['overhead_s']:.1f} ms, exposed {1e3 * data['prediction']['exposed_s']:.1f} ms",
         f"{data['changes'][0]['gain']:+7.1%} throughput  {data['changes'][0]['what']}",
     ):
         assert said in text
