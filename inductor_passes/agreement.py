@@ -92,8 +92,8 @@ def agree(_any: Tensor, record: str) -> Tensor:
         content = json.loads(record)
         compare({group: [*content["about"], *lines] for group, lines in content["sequence"].items()})
         report = agreed[record] = content.get("report", {})
-        if content["summary"]:
-            log.info(content["summary"])
+        if summary := content.get("summary"):
+            log.info(summary)
     if report:
         restore(**report)
     return _any.new_empty(0)

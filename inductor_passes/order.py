@@ -256,6 +256,10 @@ def _keys(items: Sequence[Item]) -> list[_Key]:
             keys[i] = min(keys[user] for user in users[i])
         elif i in at.copy_out and keys[i][1] == _GATHERED:
             keys[i] = min([end, *(keys[user][0] for user in users[i])]), _GATHERED, 0, 0
+    for i in at.copy_out:
+        if items[i].weights:  # what is unpacked is in memory until all of its members are taken out
+            (unpacked,) = items[i].needs
+            keys[i] = keys[unpacked]
     return keys
 
 

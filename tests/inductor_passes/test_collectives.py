@@ -121,6 +121,23 @@ def test_gradients_that_are_reduced_in_different_ways_are_not_summed_before():
     assert reductions(captured.joint) == []
 
 
+@pytest.mark.parametrize(
+    ("target", "args", "kwargs"),
+    [
+        (torch.ops.aten.add.Tensor, slice(2), {"alpha": 2}),
+        (torch.ops.aten.mul.Tensor, slice(2), {}),
+        (torch.ops.aten.add.Tensor, slice(1), {}),
+    ],
+)
+def test_only_a_sum_of_reductions_is_reduced_as_one(target, args, kwargs):
+    captured = capture(simple_fsdp(Repeats()), torch.ones(2, 6))
+    (gradient,) = parameter_gradients(captured.joint).values()
+    gradient.target, gradient.kwargs = target, kwargs
+    gradient.args = (*gradient.args[args], 1.0)[:2]
+    assert identify(captured.joint, captured.params) == ["first.weight"]
+    assert gradient in captured.joint.nodes
+
+
 def test_an_inference_graph_gathers_a_repeated_parameter_once():
     model = simple_fsdp(Repeats())
     with torch.no_grad():

@@ -21,6 +21,7 @@ from inductor_passes import order as order_pass
 from inductor_passes import scheduler
 from inductor_passes._compat import NOTHING_ELSE_MOVES
 from inductor_passes.collectives import MARK
+from inductor_passes.copies import UNPACK_WEIGHTS
 from inductor_passes.order import Bucket, Item, PlanError, check_order, first_uses, graph_items, order
 from simplefsdp import BucketPlan, manual_plan, simple_fsdp
 from tests.graphs import WAIT, capture
@@ -279,6 +280,18 @@ def test_nodes_that_were_not_put_in_order_are_an_error(monkeypatch):
     monkeypatch.setattr(order_pass, "order", lambda items: next(at_first, order)(items))
     with pytest.raises(Exception, match="the plan is not carried out: at node"):
         capture(_three_layers(), torch.ones(4, 8), plan="block")
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_what_is_unpacked_is_taken_out_at_once():
+    captured = capture(simple_fsdp(tiny_llama()), *batch(0, 0), plan="block")
+    for graph in (captured.forward, captured.backward):
+        nodes = list(graph.nodes)
+        unpacks = graph.find_nodes(op="call_function", target=UNPACK_WEIGHTS)
+        assert len(unpacks) > 2
+        for unpack in unpacks:
+            place = nodes.index(unpack) + 1
+            assert set(nodes[place : place + len(unpack.users)]) == set(unpack.users)
 
 
 @pytest.mark.usefixtures("one_of_four")
