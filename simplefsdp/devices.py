@@ -6,6 +6,7 @@ attention, forward and backward together, with the operations of the whole squar
 ``inductor_passes.cost_model`` does: twice the usual number.
 """
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -112,6 +113,14 @@ DEVICES: Mapping[str, Device] = {
 def is_built_in(name: str) -> bool:
     """Whether ``name`` is meant as ``"device/network"``, and not as a path."""
     return name.count("/") == 1 and not name.endswith(".json") and not name.startswith((".", "/", "~"))
+
+
+def name_for(gpu: str, ranks: int) -> str | None:
+    """What is built in for nodes of eight of this GPU (as ``torch.cuda.get_device_name`` calls it) with InfiniBand: the
+    smallest such network for as many ranks. ``None``: nothing is."""
+    found = re.search(r"\bH[12]00\b", gpu)
+    fits = [net.name for net in NETWORKS.values() if net.name.startswith("h100-") and net.ranks >= ranks]
+    return f"{found[0].lower()}/{fits[0]}" if found and fits else None
 
 
 def built_in(name: str) -> HardwareProfile:

@@ -40,9 +40,11 @@ class Explained:
     started_s: float
     finished_s: float
     awaited_s: float
+    communication_s: float
     hidden_s: float
     """Of the communication, what compute does not wait for."""
     exposed_s: float
+    """That compute waits, also for what is before it in its process group."""
     bound: Bound
     where: str
     """Why it is not issued earlier, or awaited later."""
@@ -131,7 +133,7 @@ class Explanation:
         elements = sum(math.prod(shape) for _, shape in self.plan.parameters)
         limit = f" of {_gib(self.room_bytes)}" if self.room_bytes < math.inf else ""
         least = predicted.bound_s + predicted.outside_s
-        communicated = sum(bucket.hidden_s + bucket.exposed_s for bucket in self.buckets)
+        communicated = sum(bucket.communication_s for bucket in self.buckets)
         lines = [
             f"plan {self.plan.hash}, predicted for {predicted.profile}",
             f"  parameters   {len(self.plan.parameters)} of {elements:,} elements; {len(self.plan.kept)} kept whole "
@@ -187,7 +189,8 @@ def _explained(direction: str, one: Why) -> Explained:
         min(span.started for span in spans),
         max(span.finished for span in spans),
         min(span.awaited for span in spans),
-        sum(span.finished - span.started for span in spans) - one.exposed,
+        sum(span.finished - span.started for span in spans),
+        sum(max(0.0, min(span.finished, span.awaited) - span.started) for span in spans),
         one.exposed,
         one.bound,
         one.where,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from inductor_passes._compat import NOTHING_ELSE_MOVES, inductor_options
 
 from ._messages import unknown
-from .devices import built_in, is_built_in
+from .devices import built_in, is_built_in, name_for
 from .hardware import HardwareProfile, load_profile
 from .plan import BucketPlan
 from .search import SEARCHED, Search, device_bytes, parse_bytes
@@ -42,7 +42,8 @@ class Options:
     """``"block"``: one bucket per repeated block, one for what precedes the first and one for what follows the last,
     gathered one bucket ahead and awaited one bucket later. ``"none"``: no buckets, nothing moved: TorchInductor as it
     is. ``"auto"``: the shortest predicted step, and ``"greedy"``: the paper's auto-wrapping, both with ``profile`` or
-    with what ``simplefsdp.calibrate`` measured here; without either ``"auto"`` is ``"block"``. Or
+    with what ``simplefsdp.calibrate`` measured here, or what is built in for H100s and H200s; without any ``"auto"`` is
+    ``"block"``. Or
     ``manual_plan([...])``, a ``BucketPlan``, or the path of one's JSON, which ends in ``.json``."""
     memory_budget: int | str | None = None
     """Bytes, or as ``"60GiB"``, for a step's peak: parameters, gradients, two moments of an optimizer in float32, and
@@ -113,7 +114,7 @@ def _check_search(options: Options) -> None:
 
 
 def profile_of(options: Options, device: torch.device) -> HardwareProfile | None:
-    """The one that is given, or where one is needed, what was measured here."""
+    """The one that is given, or where one is needed, what was measured here, or what is built in for this GPU."""
     profile = options.profile
     if isinstance(profile, HardwareProfile):
         return profile
@@ -121,6 +122,10 @@ def profile_of(options: Options, device: torch.device) -> HardwareProfile | None
         from .calibrate import kept_with_network  # imports this module
 
         profile = kept_with_network(device, dist.get_world_size())
+        if profile is None and device.type == "cuda":
+            profile = name_for(torch.cuda.get_device_name(device), dist.get_world_size())
+            if profile is not None:
+                _say_what_is_built_in(profile)
     if profile is None:
         return None
     return built_in(profile) if isinstance(profile, str) and is_built_in(profile) else load_profile(profile)
@@ -144,6 +149,11 @@ def requested(
     if plan in _PLANS:
         return BLOCK
     return BucketPlan.load(plan)
+
+
+@functools.cache
+def _say_what_is_built_in(name: str) -> None:
+    log.warning("profile %r is taken for this GPU and its network; %s measures them", name, _CALIBRATE)
 
 
 @functools.cache

@@ -10,9 +10,10 @@ from simplefsdp import simple_fsdp
 from simplefsdp.backend import passes_for
 from simplefsdp.devices import DEVICES, built_in, is_built_in
 from simplefsdp.hardware import load_profile, network, save
-from simplefsdp.options import parse_options
+from simplefsdp.options import _say_what_is_built_in, parse_options, profile_of
 from tests.graphs import capture
 from tests.models import batch, tiny_llama
+from tests.ranks import fake_group
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -65,6 +66,31 @@ def test_a_name_is_enough() -> None:
 def test_a_name_that_is_not_there_is_an_error_with_the_nearest(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         passes_for([], parse_options({"profile": name}))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ranks", "name"),
+    [
+        ("NVIDIA H200", 8, "h200/h100-1-node"),
+        ("NVIDIA H100 80GB HBM3", 9, "h100/h100-8-nodes"),
+        ("NVIDIA H100 80GB HBM3", 512, "h100/h100-64-nodes"),
+        ("NVIDIA H100 80GB HBM3", 513, None),
+        ("NVIDIA GH200 480GB", 8, None),
+        ("NVIDIA A100-SXM4-80GB", 8, None),
+    ],
+)
+def test_a_gpu_that_was_not_measured_is_taken_for_what_is_built_in(
+    gpu: str, ranks: int, name: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("simplefsdp.calibrate.kept_with_network", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu)
+    _say_what_is_built_in.cache_clear()
+    with fake_group(ranks):
+        found = profile_of(parse_options({}), torch.device("cuda"))
+        assert profile_of(parse_options({"plan": "block"}), torch.device("cuda")) is None
+        assert profile_of(parse_options({}), torch.device("cpu")) is None
+    assert found == (built_in(name) if name else None)
+    assert (f"profile {name!r} is taken for this GPU and its network" in caplog.text) == (name is not None)
 
 
 def test_paths_are_not_names() -> None:

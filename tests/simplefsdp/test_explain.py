@@ -57,6 +57,8 @@ def test_it_agrees_with_the_plan_and_the_prediction(
         assert all(bucket.exposed_s == 0 for bucket in shown if bucket.bound == "nothing")
         assert all(bucket.exposed_s > 0 for bucket in shown if bucket.bound != "nothing")
         assert all(bucket.issued_s <= bucket.started_s < bucket.finished_s for bucket in shown)
+    for bucket in found.buckets:
+        assert 0 <= bucket.hidden_s <= bucket.communication_s <= bucket.hidden_s + bucket.exposed_s + 1e-12
     assert 0 <= found.overhead_s < found.compute_s
     parts = found.compute_s + found.overhead_s + prediction["exposed_s"] + prediction["outside_s"]
     assert parts == pytest.approx(prediction["step_s"])
