@@ -13,11 +13,11 @@ from typing import Any
 
 from inductor_passes.kept import choose_kept, keep_whole
 from inductor_passes.planner import auto
-from inductor_passes.timeline import Half, scheduled
+from inductor_passes.timeline import Half
 from inductor_passes.why import Bound, Why, why
 
 from .plan import BucketPlan, span
-from .prediction import Costs, Prediction, predict, timelines
+from .prediction import Costs, Prediction, predict, schedules, timelines
 
 _ROWS = 12
 """How many buckets the text shows, those that are exposed longest first, if it is not to show all."""
@@ -169,10 +169,9 @@ def explain(plan: BucketPlan, costs: Costs) -> Explanation:
     """What ``plan`` does with a step that costs this, and why."""
     played = timelines(plan, costs.halves)
     prediction = predict(plan, costs, played)
-    forward = why(costs.forward, scheduled(costs.forward, plan.forward, ()), costs.room_bytes)[0]
-    backward, reductions = why(
-        costs.backward, scheduled(costs.backward, plan.backward, plan.reductions), costs.room_bytes
-    )
+    first, second = schedules(plan, costs.halves)
+    forward, _ = why(costs.forward, first, costs.room_bytes)
+    backward, reductions = why(costs.backward, second, costs.room_bytes)
     found = (("forward", forward), ("backward", backward), ("reductions", reductions))
     return Explanation(
         plan, costs, prediction, tuple(_explained(direction, one) for direction, each in found for one in each)
@@ -200,8 +199,8 @@ def _explained(direction: str, one: Why) -> Explained:
 
 def _changes(plan: BucketPlan, costs: Costs, prediction: Prediction) -> list[Change]:
     def planned(halves: Sequence[Half], room: float) -> tuple[float, int] | None:
-        schedules = scheduled(halves[0], plan.forward, ()), scheduled(halves[1], plan.backward, plan.reductions)
-        found = [auto(half, room, [schedule]) for half, schedule in zip(halves, schedules, strict=True)]
+        present = schedules(plan, halves)
+        found = [auto(half, room, [schedule]) for half, schedule in zip(halves, present, strict=True)]
         if not all(found):
             return None
         seconds = sum(one.timeline.seconds for one in found if one)

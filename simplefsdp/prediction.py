@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from inductor_passes.timeline import Gather, Half, Kind, Reduction, Timeline, bound, replay, scheduled
+from inductor_passes.timeline import Gather, Half, Kind, Reduction, Schedule, Timeline, bound, replay, scheduled
 
 from .hardware import HardwareProfile
 from .plan import BucketPlan
@@ -152,11 +152,15 @@ class Prediction:
         )
 
 
-def timelines(plan: BucketPlan, halves: Sequence[Half]) -> tuple[Timeline, Timeline]:
+def schedules(plan: BucketPlan, halves: Sequence[Half]) -> tuple[Schedule, Schedule]:
     """``plan`` on a forward and a backward graph."""
     forward, backward = halves
-    first = scheduled(forward, plan.forward, ())
-    second = scheduled(backward, plan.backward, plan.reductions)
+    return scheduled(forward, plan.forward, ()), scheduled(backward, plan.backward, plan.reductions)
+
+
+def timelines(plan: BucketPlan, halves: Sequence[Half]) -> tuple[Timeline, Timeline]:
+    """``plan`` on a forward and a backward graph, replayed."""
+    (forward, backward), (first, second) = halves, schedules(plan, halves)
     return replay(forward, first), replay(backward, second)
 
 
