@@ -2,6 +2,8 @@ from pathlib import Path
 
 from setuptools import setup
 
+_REPORT = ["plotly", "Jinja2", "matplotlib"]
+
 setup(
     name="simplefsdp",
     version="0.1.0",
@@ -10,11 +12,12 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
     packages=["simplefsdp", "simplefsdp.rehearsal", "inductor_passes"],
-    package_data={"simplefsdp.rehearsal": ["channel.cpp"]},
+    package_data={"simplefsdp": ["page.html"], "simplefsdp.rehearsal": ["channel.cpp"]},
     install_requires=["torch>=2.11", "numpy", "tqdm"],
     extras_require={
+        "report": _REPORT,
         "torchtitan": ["torchtitan==0.3.0", "triton"],  # one more system for benchmarks/overlap.py
-        "dev": ["matplotlib", "transformers", "pytest", "hypothesis", "expecttest", "ruff", "mypy", "types-tqdm"],
+        "dev": [*_REPORT, "transformers", "pytest", "hypothesis", "expecttest", "ruff", "mypy", "types-tqdm"],
     },
     entry_points={
         "console_scripts": ["simplefsdp = simplefsdp.cli:main"],

@@ -6,7 +6,9 @@ Everything here exists under the same name in 2.11, 2.13 and 2.15. What only one
 
 import ctypes
 import functools
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -73,6 +75,7 @@ __all__ = [
     "pop_saved_tensors_hooks",
     "push_saved_tensors_hooks",
     "register_lowering",
+    "running_code",
     "skip_code",
     "stable_topological_sort",
     "stands_alone",
@@ -188,6 +191,16 @@ def load_cpp(source: str) -> ctypes.CDLL:
     from torch._inductor.codecache import CppCodeCache  # seconds to import, so not before it is needed
 
     return cast(ctypes.CDLL, CppCodeCache.load(source))
+
+
+def running_code() -> str:
+    """The Python code that TorchInductor generated for the graph that calls; empty if none did, or it is in C++."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        if str(frame.f_globals.get("__name__")).startswith("torch._inductor.runtime.compile_tasks."):
+            return Path(frame.f_code.co_filename).read_text()
+        frame = frame.f_back
+    return ""
 
 
 def compile_id() -> str:

@@ -1,9 +1,10 @@
 """Before a compiled graph's first run, its ranks compare what they have compiled.
 
 A collective that one rank issues and another does not hangs both. So every graph with collectives of ours begins with
-an operator that holds its *record*: what was compiled, as text, and the sequence of collectives for each process group.
-The record is part of the graph, and so of the compile cache's entry: a rank that starts warm has it too. The first time
-it runs, the ranks of each group meet at the store and compare; a difference is an error on all of them.
+an operator that holds its *record* (``record.py``): what was compiled, as text, and the sequence of collectives for
+each process group. The record is part of the graph, and so of the compile cache's entry: a rank that starts warm has it
+too. The first time it runs, the ranks of each group meet at the store and compare; a difference is an error on all of
+them.
 
 [Note: meeting at the store]
 The ranks of a group meet in a part of the store, its *room*, whose name no earlier world has used: the store may be
@@ -31,21 +32,19 @@ import secrets
 import time
 import weakref
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from ._compat import default_store, group_ranks, has_side_effect, stands_alone
-from .collectives import MARK
 from .copies import LIBRARY
-from .order import PlanError
+from .record import Record
 from .report import Report, restore
 
 log = logging.getLogger("simplefsdp")
@@ -66,8 +65,8 @@ class _World:
     """What this process knows of one ``init_process_group``."""
 
     me: str = field(default_factory=lambda: secrets.token_hex(8))
-    agreed: dict[str, dict[str, str]] = field(default_factory=dict)
-    """The records that were compared, and the report in each."""
+    agreed: dict[str, Record] = field(default_factory=dict)
+    """The records that were compared, by their text."""
     rooms: dict[Ranks, Any] = field(default_factory=dict)
     """By group: its part of the store."""
     known_failures: set[str] = field(default_factory=set)
@@ -81,21 +80,29 @@ def _world() -> _World:
     return _worlds.setdefault(default_store(), _World())
 
 
-def agree(_any: Tensor, record: str) -> Tensor:
-    """Compare ``record`` with the other ranks' if it is new; an empty tensor.
+watching: list[Callable[[Record], None]] = []
+"""Called whenever a graph with a record begins to run."""
+
+
+def agree(_any: Tensor, text: str) -> Tensor:
+    """Compare a record with the other ranks' if it is new; an empty tensor.
 
     Raises:
         RuntimeError: a rank of one of the record's groups has another one, or does not come before the deadline.
     """
     agreed = _world().agreed
-    if (report := agreed.get(record)) is None:
-        content = json.loads(record)
-        compare({group: [*content["about"], *lines] for group, lines in content["sequence"].items()})
-        report = agreed[record] = content.get("report", {})
-        if summary := content.get("summary"):
-            log.info(summary)
-    if report:
-        restore(**report)
+    if (record := agreed.get(text)) is None:
+        record = Record.from_json(text)
+        compare(record.compared())
+        agreed[text] = record
+        for warning in record.warnings:
+            log.warning(warning)
+        if record.summary:
+            log.info(record.summary)
+    if record.report is not None:
+        restore(**record.report, direction=record.direction)
+    for watch in watching:
+        watch(record)
     return _any.new_empty(0)
 
 
@@ -106,61 +113,19 @@ AGREE = torch.ops.simplefsdp.agree.default
 has_side_effect(AGREE)
 
 
-def add_record(
-    graph: Graph, about: Sequence[str], groups: Iterable[str] = (), report: Report | None = None, summary: str = ""
-) -> None:
-    """Let ``graph`` begin with the comparison of its collectives, in the order they are in, and of ``about``.
-
-    ``groups``: names of those that compare in any case; in forward, those that only gradients are reduced over.
-    ``report``: to keep with the graph. ``summary``: to log when it first runs, also from a warm cache.
-    """
-    collectives = [node for node in graph.nodes if MARK in node.meta]
-    if not collectives:
-        return
+def add_record(graph: Graph, record: Record, report: Report | None = None) -> bool:
+    """Let ``graph`` begin with the comparison of what ``record`` says of it, which keeps ``report``; whether it has
+    collectives of parameters, without which there is nothing to compare."""
+    if not any(one.fqns for one in record.issued):
+        return False
+    kept = replace(record, report=report.packed()) if report is not None else record
     first = next(node for node in graph.nodes if node.op != "placeholder")
     given = next(n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta["val"], Tensor))
     with graph.inserting_before(first):
-        node = graph.call_function(AGREE, (given, record(collectives, about, groups, report, summary)))
+        node = graph.call_function(AGREE, (given, kept.to_json()))
     node.meta["val"] = given.meta["val"].new_empty(0)
     graph.lint()
-
-
-def record(
-    collectives: Iterable[Node],
-    about: Sequence[str],
-    groups: Iterable[str] = (),
-    report: Report | None = None,
-    summary: str = "",
-) -> str:
-    """The record of a graph that issues ``collectives`` in this order."""
-    sequence: dict[str, list[str]] = {group: [] for group in groups}
-    for node in collectives:
-        options, group = node.args[1:-1], str(node.args[-1])
-        value = node.all_input_nodes[0].meta["val"]
-        dtype = str(value.dtype).removeprefix("torch.")
-        name = str(node.target).split(".")[-2].removesuffix("_")  # it may work in place by now
-        line = f"{name} of {dtype}[{value.numel()}] {' '.join(map(str, options))}: {', '.join(node.meta[MARK])}"
-        sequence.setdefault(group, []).append(line)
-    about = [f"torch {torch.__version__}", *about]
-    content: dict[str, Any] = {"about": about, "sequence": sequence, "summary": summary}
-    return json.dumps(content if report is None else {**content, "report": report.packed()})
-
-
-def with_sequence(old: str, collectives: Iterable[Node]) -> str:
-    """A record with another order of collectives.
-
-    Raises:
-        PlanError: they are not the same collectives.
-    """
-    content = json.loads(old)
-    sequence = json.loads(record(collectives, (), content["sequence"]))["sequence"]
-    for group in sequence:
-        before, after = (Counter(lines.get(group, ())) for lines in (content["sequence"], sequence))
-        if before != after:
-            raise PlanError(
-                f"the plan is not carried out: lost {[*(before - after)]}, unasked for {[*(after - before)]}"
-            )
-    return json.dumps({**content, "sequence": sequence})
+    return True
 
 
 def compare(lines: Mapping[str, Sequence[str]], deadline_s: float | None = None) -> None:

@@ -1,7 +1,8 @@
 """Graphs as text, one line a node, so that a ``diff`` of two files shows what a pass did.
 
-What was written while a graph was compiled is part of the graph's record (``agreement.py``), and so of the compile
-cache's entry: where that is found no pass runs, and the first run of the graph writes the same files.
+What was written while a graph was compiled is part of the graph's record (``record.py``), and so of the compile cache's
+entry: where that is found no pass runs, and the first run of the graph writes the same files. The code that
+TorchInductor generated is written by the first run in any case.
 """
 
 import base64
@@ -12,7 +13,28 @@ from pathlib import Path
 import torch
 from torch.fx import Graph, Node
 
+from ._compat import running_code
 from .collectives import MARK
+
+STEPS = {
+    "joint": ("01_joint_before_identify", "02_joint_after_identify"),
+    "inference": ("01_forward_before_identify", "02_forward_after_identify"),
+    "forward": (
+        "03_forward_before_bucket",
+        "04_forward_after_bucket",
+        "05_forward_before_order",
+        "06_forward_after_order",
+        "07_forward_code",
+    ),
+    "backward": (
+        "08_backward_before_bucket",
+        "09_backward_after_bucket",
+        "10_backward_before_order",
+        "11_backward_after_order",
+        "12_backward_code",
+    ),
+}
+"""Names of the files of each graph, in the order of the pipeline."""
 
 
 class Report:
@@ -37,28 +59,41 @@ class Report:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / name).write_text(text)
 
+    def text(self, name: str) -> str | None:
+        """What was written as ``name``."""
+        return self._texts.get(name)
+
     def packed(self) -> dict[str, str]:
         """All of it until now, for ``restore``."""
         files = zlib.compress(json.dumps(self._texts).encode())
         return {"key": self.key, "files": base64.b64encode(files).decode()}
 
-    def restore(self, files: str) -> None:
-        """Write what ``packed`` once gave for this compilation and no pass of this process has written."""
-        if files not in self._restored:
-            self._restored.add(files)
-            for name, text in json.loads(zlib.decompress(base64.b64decode(files))).items():
-                if name not in self._texts:
-                    self.write_text(name, text)
+    def restore(self, files: str, direction: str) -> None:
+        """Write what ``packed`` once gave for this compilation and no pass of this process has written, and the code
+        that runs."""
+        if files in self._restored:
+            return
+        self._restored.add(files)
+        for name, text in json.loads(zlib.decompress(base64.b64decode(files))).items():
+            if name not in self._texts:
+                self.write_text(name, text)
+        if code := running_code():
+            self.write_text(f"{STEPS[direction][-1]}.py", code)
 
 
 _reports: dict[str, Report] = {}
 """The latest of each compilation in this process."""
 
 
-def restore(key: str, files: str) -> None:
-    """Write a ``packed`` report, if this process wants one of that compilation."""
-    if (report := _reports.get(key)) is not None:
-        report.restore(files)
+def restore(key: str, files: str, direction: str) -> None:
+    """Write a ``packed`` report, if this process wants one of that compilation, whose graph of this direction runs."""
+    if (report := report_of(key)) is not None:
+        report.restore(files, direction)
+
+
+def report_of(key: str) -> Report | None:
+    """The one that this process wants of that compilation."""
+    return _reports.get(key)
 
 
 def render(graph: Graph) -> str:

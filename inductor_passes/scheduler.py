@@ -1,39 +1,123 @@
 """``order`` for the kernels of TorchInductor's scheduler, after fusion."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
 
 from ._compat import inductor_ir, is_ordering_only, register_lowering
-from .agreement import AGREE, with_sequence
+from .agreement import AGREE
 from .collectives import MARK, WAIT
 from .copies import PACK_GRADIENTS, UNPACK_WEIGHTS
 from .order import Item, check_order, item_for, order
+from .record import Record, awaited, is_collective, operator_of, sequence_of
+from .report import STEPS, Report
 
 
-def order_kernels(kernels: list[Any]) -> list[Any]:
-    """``kernels`` (``BaseSchedulerNode``) in the order of the plan whose buckets their collectives carry.
+def order_kernels(kernels: list[Any], report: Report | None = None) -> list[Any]:
+    """``kernels`` (``BaseSchedulerNode``) in the order of the plan whose buckets their collectives carry; both orders
+    are written to ``report``.
 
     Raises:
         PlanError: see ``order``.
     """
-    ordered = [kernels[i] for i in order(kernel_items(kernels))]
-    check_order(kernel_items(ordered))
-    _update_record([kernel.node for kernel in ordered])
+    before = kernel_items(kernels)
+    ordered = [kernels[i] for i in order(before)]
+    after = kernel_items(ordered)
+    check_order(after)
+    for record in _records(kernels):
+        changed = replace(record.content, **sequence_of(record.content, _steps(ordered)))
+        if report is not None:
+            *_, written, reordered, _ = STEPS[changed.direction]
+            report.write_text(f"{written}.txt", render_kernels(kernels, before))
+            report.write_text(f"{reordered}.txt", render_kernels(ordered, after))
+            changed = replace(changed, report=report.packed())
+        record.content = changed
+        _watch(record, ordered)
     return ordered
 
 
-def _update_record(kernels: list[Any]) -> None:
-    """Let the ranks compare the order that the collectives are in now."""
+class _KeptRecord:
+    """The record of a graph, where the kernel that compares it has it."""
+
+    def __init__(self, kernel: Any):
+        self._kernel = kernel
+
+    @property
+    def content(self) -> Record:
+        return Record.from_json(*self._kernel.constant_args)
+
+    @content.setter
+    def content(self, record: Record) -> None:
+        self._kernel.constant_args = (record.to_json(),)
+
+
+def _records(kernels: Sequence[Any]) -> list[_KeptRecord]:
+    """One, or none in a graph without collectives of parameters, such as the body of a higher-order operator."""
+    return [_KeptRecord(kernel.node) for kernel in kernels if _is_agreement(kernel.node)]
+
+
+def _steps(kernels: Sequence[Any]) -> list[Node]:
+    """The collectives and waits that these are."""
+    return [node for kernel in kernels if (node := _step(kernel.node)) is not None]
+
+
+def _step(kernel: Any) -> Node | None:
     ir = inductor_ir()
-    collectives = []
+    if isinstance(kernel, ir._WaitKernel):
+        return _origin(kernel, WAIT)
+    if isinstance(kernel, ir._CollectiveKernel):
+        return max((node for node in kernel.origins if is_collective(node)), default=None)
+    return None
+
+
+def _watch(record: _KeptRecord, ordered: Sequence[Any]) -> None:
+    """Let ``record`` say so, if another pass has moved a collective or a wait before code is generated."""
+    scheduler = ordered[0].scheduler
+    generate = scheduler.codegen
+
+    def codegen() -> Any:
+        if names := moved(ordered, scheduler.nodes):
+            warning = f"another pass has moved, after the plan was carried out: {'; '.join(names)}"
+            record.content = replace(record.content, warnings=(*record.content.warnings, warning))
+        return generate()
+
+    scheduler.codegen = codegen
+
+
+def moved(before: Sequence[Any], after: Sequence[Any]) -> list[str]:
+    """The collectives and waits that are not where they were, among themselves or among kernels of compute."""
+    steps = {kernel.get_name(): node for kernel in before if (node := _step(kernel.node))}
+    names = [[name for kernel in kernels if (name := kernel.get_name()) in steps] for kernels in (before, after)]
+    if names[0] != names[1]:
+        pair = next(pair for pair in zip(*names, strict=False) if pair[0] != pair[1])
+        alone = [name for name in pair if _without(names[0], name) == _without(names[1], name)]
+        return [_name(steps[max(alone or pair[:1], key=lambda name: steps[name].target is WAIT)])]
+    places = [_places(kernels, steps) for kernels in (before, after)]
+    return [_name(node) for name, node in steps.items() if places[0][name] != places[1][name]]
+
+
+def _without(names: Sequence[str], name: str) -> list[str]:
+    return [other for other in names if other != name]
+
+
+def _places(kernels: Sequence[Any], steps: Mapping[str, Node]) -> dict[str, int]:
+    """How many kernels of compute are before each of ``steps``."""
+    computed, found = 0, {}
     for kernel in kernels:
-        if isinstance(kernel, ir._CollectiveKernel) and not isinstance(kernel, ir._WaitKernel):
-            collectives += [node for node in kernel.origins if MARK in node.meta]
-    for kernel in kernels:
-        if _is_agreement(kernel):
-            (old,) = kernel.constant_args
-            kernel.constant_args = (with_sequence(old, collectives),)
+        if kernel.get_name() in steps:
+            found[kernel.get_name()] = computed
+        else:
+            computed += 1
+    return found
+
+
+def _name(step: Node) -> str:
+    issued = awaited(step) if step.target is WAIT else step
+    first, *more = issued.meta.get(MARK, (issued.name,))
+    what = f"{first} and {len(more)} more" if more else first
+    return f"{'' if issued is step else 'the wait for '}{operator_of(issued)} of {what}"
 
 
 def kernel_items(kernels: list[Any]) -> list[Item]:
@@ -100,6 +184,28 @@ def _origin(kernel: Any, target: Any) -> Node | None:
     """The FX node of a kind that became ``kernel``; others may have been fused into its inputs."""
     found = [node for node in kernel.origins if node.target is target]
     return max(found) if found else None
+
+
+def render_kernels(kernels: Sequence[Any], items: Sequence[Item]) -> str:
+    """One line a kernel: ``name: buffers = operators(what it reads)``, what belongs to communication with its FQNs."""
+    return "".join(_line(kernel, item) + "\n" for kernel, item in zip(kernels, items, strict=True))
+
+
+def _line(kernel: Any, item: Item) -> str:
+    step = _step(kernel.node)  # others may have been fused into what it reads
+    parts = (part.node.origins for part in kernel.get_nodes() if part.node is not None)
+    origins = [step] if step else sorted({node for nodes in parts for node in nodes})
+    operators = [str(node.target).removesuffix(".default") for node in origins if node.op == "call_function"]
+    buffers = ", ".join(sorted(kernel.get_buffer_names(), key=_number))
+    reads = ", ".join(sorted({dep.name for dep in kernel.read_writes.reads}, key=_number))
+    line = f"{kernel.get_name()}: {buffers} = {', '.join(operators)}({reads})"
+    return f"{line}  # {item.kind}: {', '.join(item.fqns)}" if item.fqns else line
+
+
+def _number(name: str) -> tuple[str, int]:
+    """For buffers in the order in which they are numbered."""
+    digits = name[len(name.rstrip("0123456789")) :]
+    return name.rstrip("0123456789"), int(digits or 0)
 
 
 def lower_agree() -> None:

@@ -10,6 +10,7 @@ from . import backend as backend  # importing it registers the torch.compile bac
 from .api import simple_fsdp
 from .hardware import HardwareProfile
 from .initialization import sharded_init
+from .measurement import Measurement, measure
 from .parametrization import register_fsdp_forward_method
 from .plan import BucketPlan
 from .wrap import manual_plan
@@ -17,7 +18,9 @@ from .wrap import manual_plan
 __all__ = [
     "BucketPlan",
     "HardwareProfile",
+    "Measurement",
     "manual_plan",
+    "measure",
     "register_fsdp_forward_method",
     "sharded_init",
     "simple_fsdp",

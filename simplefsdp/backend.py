@@ -12,7 +12,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,10 +44,11 @@ from inductor_passes.cost_model import GroupsAlike, half
 from inductor_passes.order import first_uses, graph_items, last_gradients, order_graph
 from inductor_passes.partition import partition
 from inductor_passes.recompute import tag
-from inductor_passes.report import Report
+from inductor_passes.record import is_step, record
+from inductor_passes.report import STEPS, Report
 from inductor_passes.timeline import Half
 
-from .checks import warn_of_whole_parameters
+from .checks import warn_of_split_buckets, warn_of_whole_parameters
 from .hardware import HardwareProfile
 from .options import PASS_SLOTS, Options, parse_options, profile_of, requested
 from .plan import BucketPlan, Uses
@@ -136,6 +137,8 @@ class Passes:
     """Of the parameters' meshes."""
     summaries: list[str]
     """What was planned, for the log."""
+    warnings: list[str]
+    """What makes it worse than planned, for the log."""
     key: str
     """For the compile cache: all that the passes depend on, and their own source."""
     report: Report | None
@@ -144,14 +147,17 @@ class Passes:
         """Before partitioning; also for inference graphs."""
         if is_body(graph):
             return
-        kind = "joint" if is_backward(graph) else "forward"
-        self._write(f"1_{kind}_before_identify", graph)
+        kind = "joint" if is_backward(graph) else "inference"
+        before, after = STEPS[kind]
+        self._write(before, graph)
         missed = identify(graph, self.params)
         tag(graph, self.params)
-        self._write(f"2_{kind}_after_identify", graph)
+        self._write(after, graph)
         if missed:
-            log.warning("no bucket for the gradients of %s: their reductions were not recognised", ", ".join(missed))
-        if kind == "forward":
+            self.warnings.append(
+                f"no bucket for the gradients of {', '.join(missed)}: their reductions were not recognised"
+            )
+        if kind == "inference":
             self._plan(graph, Graph(), self.params)
 
     def on_partition(self, joint: GraphModule, inputs: Any, **kwargs: Any) -> Halves:
@@ -225,14 +231,21 @@ class Passes:
         which would be put in order."""
         if is_body(graph):
             return
-        first, kind = (5, "backward") if is_backward(graph) else (3, "forward")
-        self._write(f"{first}_{kind}_before_bucket", graph)
+        direction = "backward" if is_backward(graph) else "forward"
+        before, bucketed, unordered, ordered, _ = STEPS[direction]
+        self._write(before, graph)
         bucket(graph)
+        self._write(bucketed, graph)
         if order and self.request is not None:
+            self._write(unordered, graph)
             order_graph(graph)
-        self._write(f"{first + 1}_{kind}_after_bucket", graph)
-        summary = self.summaries[-1] if kind == "forward" else ""
-        add_record(graph, self.about, self.groups, self.report, summary)
+            self._write(ordered, graph)
+        found = record(direction, self.about, self.groups, filter(is_step, graph.nodes))
+        if direction == "forward":
+            found = replace(found, summary=self.summaries[-1], warnings=tuple(self.warnings))
+        if not add_record(graph, found, self.report):
+            for warning in found.warnings:
+                log.warning(warning)
 
     def _write(self, step: str, graph: Graph) -> None:
         if self.report is not None:
@@ -275,7 +288,7 @@ class _OnKernels(_Pass, CustomSchedulerPass):
     def __call__(self, kernels: list[Any]) -> list[Any]:
         from inductor_passes.scheduler import order_kernels
 
-        return order_kernels(kernels)
+        return order_kernels(kernels, self.passes.report)
 
 
 def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[str] = ()) -> Passes:
@@ -293,12 +306,11 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
     profile = profile_of(options, device)
     request = requested(options, profile, device)
     wrap = BLOCK if isinstance(request, Search) else request
-    buckets = [
-        tuple(prefix[model] + fqn for fqn in fqns)
-        for model in models
-        if isinstance(wrap, Request)
-        for fqns in wrap.buckets(tuple(fqn for fqn, _ in model.parameters))
-    ]
+    buckets = []
+    for model in models:
+        of_model = wrap.buckets(tuple(fqn for fqn, _ in model.parameters)) if isinstance(wrap, Request) else []
+        warn_of_split_buckets(model, of_model, frozenset(i.fqn for i in found.values() if i.model is model))
+        buckets += [tuple(prefix[model] + fqn for fqn in fqns) for fqns in of_model]
     parameters = [(prefix[model] + fqn, shape) for model in models for fqn, shape in model.parameters]
     params = {
         index: GraphParameter(
@@ -334,7 +346,7 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
     state = state_of((i, v.dtype, v.requires_grad) for i, v in zip(found.values(), values, strict=True))
     names = tuple(groups)
     return Passes(
-        params, request, tuple(buckets), tuple(parameters), about, names, state, profile, alike, [], key, report
+        params, request, tuple(buckets), tuple(parameters), about, names, state, profile, alike, [], [], key, report
     )
 
 

@@ -1,7 +1,8 @@
 """What ``simple_fsdp`` refuses, before anything is changed and before any collective; and what compiling warns of."""
 
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from ._messages import unknown
 from .parametrization import ShardedModule
+from .plan import span
+from .sharding import ShardedModel
 
 log = logging.getLogger("simplefsdp")
 
@@ -175,6 +178,29 @@ def check_placement(fqn: str, param: nn.Parameter, found: Any) -> Shard | None:
             f"shard_placement_fn: found {found!r} for {fqn}, which has {param.ndim} dims (shape {tuple(param.shape)})"
         )
     return Shard(found.dim % param.ndim)
+
+
+_graphs: weakref.WeakKeyDictionary[ShardedModel, list[frozenset[str]]] = weakref.WeakKeyDictionary()
+"""FQNs of the parameters of each graph of a model that has been compiled."""
+_warned: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
+
+
+def warn_of_split_buckets(model: ShardedModel, buckets: Iterable[Sequence[str]], here: frozenset[str]) -> None:
+    """Once for a model; ``here``: FQNs of its parameters in the graph that is being compiled."""
+    others = _graphs.setdefault(model, [])
+    for bucket in buckets:
+        part = [fqn for fqn in bucket if fqn in here]
+        for other in others:
+            apart = [fqn for fqn in bucket if fqn in other]
+            if part and apart and not set(part) & set(apart) and model not in _warned:
+                _warned.add(model)
+                log.warning(
+                    "a graph break splits the bucket of %s: %s and %s are in graphs of their own, gathered and reduced "
+                    "apart, and hidden by nothing in the other graph; TORCH_LOGS=graph_breaks says where it is",
+                    *map(span, (bucket, apart, part)),
+                )
+    if here not in others:
+        others.append(here)
 
 
 def warn_of_whole_parameters(example_inputs: Sequence[Any], some_are: bool) -> None:

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from inductor_passes.planner import auto
 from inductor_passes.timeline import Half
 from inductor_passes.why import Bound, Why, why
 
+from .measurement import Measurement
 from .plan import BucketPlan, span
 from .prediction import Costs, Prediction, predict, schedules, timelines
 
@@ -23,8 +24,23 @@ _ROWS = 12
 """How many buckets the text shows, those that are exposed longest first, if it is not to show all."""
 _WORTH = 0.01
 """Of the throughput: what a change must gain to be proposed, more than ``auto`` gives for memory."""
+_SUMS = ("step_s", "exposed_s", "communication_s")
+"""Of a measurement."""
 _OF_BATCH = ("seconds", "nbytes", "between")
 """Fields of a ``Half`` that grow with the batch."""
+
+
+@dataclass(frozen=True)
+class Went:
+    """A bucket as it was measured; names as in ``Explained``."""
+
+    issued_s: float
+    started_s: float
+    finished_s: float
+    awaited_s: float
+    communication_s: float
+    hidden_s: float
+    exposed_s: float
 
 
 @dataclass(frozen=True)
@@ -50,6 +66,7 @@ class Explained:
     """Why it is not issued earlier, or awaited later."""
     closed: str
     """Why the next bucket is not part of it."""
+    measured: Went | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +88,8 @@ class Explanation:
     costs: Costs
     prediction: Prediction
     buckets: tuple[Explained, ...]
+    measurement: Measurement | None = None
+    """Of ``simplefsdp.measure``, if there is one."""
 
     @property
     def room_bytes(self) -> float:
@@ -122,6 +141,7 @@ class Explanation:
             "compute_s": self.compute_s,
             "overhead_s": self.overhead_s,
             "kept": self.plan.kept,
+            "measured": self.measurement and {name: getattr(self.measurement, name) for name in _SUMS},
             "buckets": [asdict(bucket) for bucket in self.buckets],
             "changes": [asdict(change) for change in self.changes],
         }
@@ -150,6 +170,12 @@ class Explanation:
             f"  memory       peak {_gib(predicted.peak_bytes)}{limit}, {_gib(predicted.resident_bytes)} of it shards "
             "and the optimizer's state",
         ]
+        if (measured := self.measurement) is not None:
+            off = predicted.step_s / measured.step_s - 1
+            lines.append(
+                f"  measured     step {_ms(measured.step_s)} (predicted {off:+.0%}), "
+                f"exposed {_ms(measured.exposed_s)} of {_ms(measured.communication_s)} communication"
+            )
         shown = sorted(self.buckets, key=lambda bucket: bucket.exposed_s, reverse=True)[:rows]
         for direction in ("forward", "backward", "reductions"):
             of_direction = [bucket for bucket in self.buckets if bucket.direction == direction]
@@ -165,16 +191,42 @@ class Explanation:
         return "\n".join(lines) + "\n"
 
 
-def explain(plan: BucketPlan, costs: Costs) -> Explanation:
-    """What ``plan`` does with a step that costs this, and why."""
+def explain(plan: BucketPlan, costs: Costs, measurement: Measurement | None = None) -> Explanation:
+    """What ``plan`` does with a step that costs this, why, and what was measured of it."""
     played = timelines(plan, costs.halves)
     prediction = predict(plan, costs, played)
     first, second = schedules(plan, costs.halves)
     forward, _ = why(costs.forward, first, costs.room_bytes)
     backward, reductions = why(costs.backward, second, costs.room_bytes)
     found = (("forward", forward), ("backward", backward), ("reductions", reductions))
-    return Explanation(
-        plan, costs, prediction, tuple(_explained(direction, one) for direction, each in found for one in each)
+    buckets = [_explained(direction, one) for direction, each in found for one in each]
+    if measurement is not None:
+        buckets = [replace(bucket, measured=_went(bucket, measurement)) for bucket in buckets]
+    return Explanation(plan, costs, prediction, tuple(buckets), measurement)
+
+
+def _went(bucket: Explained, measurement: Measurement) -> Went | None:
+    """How the collectives of ``bucket`` went when its graph ran last."""
+    gathered = bucket.direction != "reductions"
+    direction = bucket.direction if gathered else "backward"
+    last = [run for run in measurement.runs if run.direction == direction][-1:]
+    found = [
+        one
+        for run in last
+        for one in run.collectives
+        if one.parameters and set(one.parameters) <= set(bucket.parameters)
+        if one.name.startswith("all_gather") == gathered
+    ]
+    if not found:
+        return None
+    return Went(
+        min(one.issued_s for one in found),
+        min(one.started_s for one in found),
+        max(one.finished_s for one in found),
+        min(one.awaited_s for one in found),
+        sum(one.finished_s - one.started_s for one in found),
+        sum(max(0.0, min(one.finished_s, one.awaited_s) - one.started_s) for one in found),
+        sum(one.exposed_s for one in found),
     )
 
 
@@ -236,11 +288,15 @@ def _heading(direction: str, shown: int, buckets: int) -> str:
 
 
 def _row(bucket: Explained) -> str:
+    what = f"{bucket.nbytes / 2**20:8.2f} MiB  {span(bucket.parameters)}"
+    measured = f"\n{_times(bucket.measured)}  measured" if bucket.measured else ""
+    return f"{_times(bucket)}  {what}{measured}\n      {bucket.bound}: {bucket.where}; {bucket.closed}"
+
+
+def _times(bucket: Explained | Went) -> str:
     at = (bucket.issued_s, bucket.finished_s, bucket.awaited_s)
     times = "  ".join(f"{1e3 * seconds:8.2f}" for seconds in at)
-    took = f"{1e3 * bucket.hidden_s:7.2f} + {1e3 * bucket.exposed_s:6.2f} ms"
-    what = f"{bucket.nbytes / 2**20:8.2f} MiB  {span(bucket.parameters)}"
-    return f"  {times}  {took}  {what}\n      {bucket.bound}: {bucket.where}; {bucket.closed}"
+    return f"  {times}  {1e3 * bucket.hidden_s:7.2f} + {1e3 * bucket.exposed_s:6.2f} ms"
 
 
 def _change(change: Change) -> str:
@@ -255,8 +311,8 @@ def _gib(nbytes: float) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
-def read(folder: str | Path) -> dict[str, Explanation]:
-    """Of each graph in a report, by the name of its folder.
+def read(folder: str | Path) -> dict[Path, Explanation]:
+    """Of each graph in a report, by its folder.
 
     Raises:
         ValueError: there is none, or it was made without a profile.
@@ -270,7 +326,9 @@ def read(folder: str | Path) -> dict[str, Explanation]:
         if not (graph / "costs.json").exists():
             raise ValueError(f"{graph}: no costs.json: compiled without a profile, so nothing was predicted")
         costs = Costs.from_json((graph / "costs.json").read_text())
-        found[graph.name] = explain(BucketPlan.load(graph / "plan.json"), costs)
+        measured = graph / "measurement.json"
+        measurement = Measurement.from_json(measured.read_text()) if measured.exists() else None
+        found[graph] = explain(BucketPlan.load(graph / "plan.json"), costs, measurement)
     return found
 
 
@@ -302,13 +360,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Raises ``ValueError`` where there is no report."""
+    from .page import write_pages  # imports this module
+
     found = read(args.report)
     others = read(args.against) if args.against else {}
     if others and len(others) != len(found):
         raise ValueError(f"--against: {len(others)} graphs there, {len(found)} in {args.report}")
     if args.json:
-        print(json.dumps({name: json.loads(one.to_json()) for name, one in found.items()}, indent=1))
+        print(json.dumps({folder.name: json.loads(one.to_json()) for folder, one in found.items()}, indent=1))
         return
-    for (name, one), other in zip_longest(found.items(), others.values()):
-        print(f"{name}:")
-        print(one.text(len(one.buckets)) if args.all else one.text() if other is None else compared(one, other))
+    for (folder, one), other in zip_longest(found.items(), others.values()):
+        print(f"{folder.name}:")
+        if other is not None:
+            print(compared(one, other))
+            continue
+        print(one.text(len(one.buckets) if args.all else _ROWS))
+        try:
+            print(f"in pictures: {', '.join(map(str, write_pages(folder, one)))}")
+        except ModuleNotFoundError as error:
+            print(f"in pictures, with pip install 'simplefsdp[report]': {error}")

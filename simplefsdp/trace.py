@@ -1,13 +1,17 @@
-"""The predicted schedule of a step, for Perfetto (ui.perfetto.dev): compute, process groups and memory over time.
+"""The schedule of a step, for Perfetto (ui.perfetto.dev): compute, process groups and memory over time, as predicted,
+and process groups as measured.
 
 Chrome's trace event format: complete events (``"X"``), counters (``"C"``) and names (``"M"``); times in microseconds.
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inductor_passes.timeline import Half, Span, Timeline
+
+if TYPE_CHECKING:
+    from .measurement import Run  # which imports this module
 
 _COMPUTE = 0
 """The first track; process groups have the following ones."""
@@ -36,6 +40,37 @@ def trace(halves: Sequence[Half], timelines: Sequence[Timeline], resident: int =
             events.append({"ph": "C", "name": "memory", "pid": 0, "ts": _us(begin + start), "args": counted})
         begin += timeline.seconds
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1) + "\n"
+
+
+def with_measured(predicted: str, runs: Sequence["Run"]) -> str:
+    """JSON of ``trace`` with what happened beside it, from when the first graph began: collectives in tracks of their
+    process groups, and in the track ``waits`` what was waited for each, as ``exposed``."""
+    content = json.loads(predicted)
+    events = [event for event in content["traceEvents"] if event["pid"] == 0]
+    groups = list(dict.fromkeys(one.group for run in runs for one in run.collectives))
+    tracks = ["waits", *(f"group {group}" for group in groups)]
+    events.append(_named("process_name", 0, "measured") | _MEASURED)
+    events += [_named("thread_name", track, name) | _MEASURED for track, name in enumerate(tracks)]
+    for run in runs:
+        begin = run.began_s - runs[0].began_s
+        for one in run.collectives:
+            name = f"{one.name} {one.parameters[0]}" if one.parameters else one.name
+            name += f" and {len(one.parameters) - 1} more" if len(one.parameters) > 1 else ""
+            track, start = 1 + groups.index(one.group), begin + one.started_s
+            about = {"parameters": list(one.parameters), "bytes": one.nbytes, "issued_us": _us(begin + one.issued_s)}
+            what = _KINDS.get(one.name.removesuffix("_coalesced"), "other")
+            took = _complete(track, name, what, start, one.finished_s - one.started_s)
+            events.append(took | _MEASURED | {"args": about})
+            if one.exposed_s:
+                wait = _complete(0, f"wait for {name}", "exposed", begin + one.awaited_s, one.exposed_s)
+                events.append(wait | _MEASURED)
+    return json.dumps(content | {"traceEvents": events}, indent=1) + "\n"
+
+
+_KINDS = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "reduce", "all_reduce": "all-reduce"}
+"""What predictions call these functional operators."""
+_MEASURED = {"pid": 1}
+"""In place of the process that predictions are in."""
 
 
 def _of_span(track: int, span: Span, begin: float) -> Iterator[dict[str, Any]]:

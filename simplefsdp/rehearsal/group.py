@@ -132,6 +132,12 @@ class World:
 _world: World | None = None  # of the default process group, which there is one of, too
 
 
+def current_world() -> World:
+    """That of the default process group."""
+    assert _world is not None
+    return _world
+
+
 @contextmanager
 def world(ranks: int, network: Network | str | None, *, rank: int = 0, multiprocessors: int = 1) -> Iterator[World]:
     """This process as rank ``rank`` of ``ranks`` on ``network`` (or its name): the default process group.

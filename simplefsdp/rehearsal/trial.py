@@ -105,25 +105,23 @@ class Trial:
         device = self.workload.device
         self.world.network = network
         self.world.forget()
-        _finish(device)
-        if device.type == "cuda":
-            restart_clock()
+        start_clock(device)
         started = time.perf_counter()
-        marks = [_mark(device)]
+        marks = [mark(device)]
         loss = self._loss(self._forward(tokens[:, :-1]), tokens[:, 1:])
-        marks.append(_mark(device))
+        marks.append(mark(device))
         loss.backward()
-        marks.append(_mark(device))
+        marks.append(mark(device))
         self._optimizer.step()
         self._optimizer.zero_grad()
-        marks.append(_mark(device))
-        _finish(device)
+        marks.append(mark(device))
+        finish(device)
         seconds = time.perf_counter() - started
         if self._steps == 0:
             self.first_step_s = seconds
         self._steps += 1
         collectives = self.world.collectives()
-        times = [mark() for mark in marks]
+        times = [when() for when in marks]
         parts = tuple(part(begin, end, collectives) for begin, end in itertools.pairwise(times))
         return Step(seconds, loss.item(), parts, collectives)
 
@@ -322,8 +320,17 @@ def free_bytes(device: torch.device) -> int:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
 
-def _mark(device: torch.device) -> Callable[[], float]:
-    """When the device comes to this point, as ``time.perf_counter()``."""
+def start_clock(device: torch.device) -> None:
+    """Before the first ``mark`` of a step, from a device with nothing to do."""
+    finish(device)
+    if device.type == "cuda":
+        from .cuda import restart_clock  # needs triton
+
+        restart_clock()
+
+
+def mark(device: torch.device) -> Callable[[], float]:
+    """When the device comes to this point, as ``time.perf_counter()``; to be asked when it has."""
     if device.type == "cpu":
         now = time.perf_counter()
         return lambda: now
@@ -334,13 +341,8 @@ def _mark(device: torch.device) -> Callable[[], float]:
     return lambda: clock(event)
 
 
-def restart_clock() -> None:
-    from .cuda import restart_clock  # needs triton
-
-    restart_clock()
-
-
-def _finish(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
+    """Wait until the device has nothing to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -44,7 +44,7 @@ def test_the_line_that_a_run_prints_resumes_it_bitwise(tmp_path):
     train(*flags, "--steps", "6", "--out", str(tmp_path / "whole"))
     report = tmp_path / "report"
     printed = train(*flags, "--steps", "3", "--out", str(tmp_path / "parts"), "--report-dir", str(report))
-    assert (report / "graph_0_0" / "6_backward_after_bucket.txt").exists()
+    assert (report / "graph_0_0" / "09_backward_after_bucket.txt").exists()
     assert re.search(r"^validation loss \d+\.\d{3}$", printed, re.MULTILINE)
     assert re.search(r"^sample:\n +def ", printed, re.MULTILINE)
     assert (tmp_path / "parts" / "checkpoint_3" / ".metadata").exists()

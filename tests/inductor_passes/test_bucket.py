@@ -1,6 +1,5 @@
 """Merging keeps values, packs in order, and merges what may be merged."""
 
-import json
 from typing import Any
 
 import expecttest
@@ -13,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from inductor_passes import bucket as bucket_pass
-from inductor_passes.agreement import record, with_sequence
 from inductor_passes.bucket import assign, bucket
 from inductor_passes.collectives import MARK, gathers, reductions
 from inductor_passes.copies import PACK_GRADIENTS, PACK_SHARDS
 from inductor_passes.order import Bucket, PlanError
+from inductor_passes.record import record, sequence_of
 from inductor_passes.report import render
 from tests.graphs import ALL_GATHER, REDUCE_SCATTER, WAIT, fqns, nodes
 
@@ -230,14 +229,15 @@ def test_what_prepares_a_shard_comes_forward_and_compute_stays():
 @pytest.mark.usefixtures("one_of_four")
 def test_the_record_of_a_graph_whose_collectives_are_others_cannot_be_updated():
     graph, _ = chains([GATHER, ("avg", [2], torch.float32, "0", 0)])
-    found = [*gathers(graph), *reductions(graph)]
-    old = record([c.node for c in found], [])
-    assert json.loads(with_sequence(old, [c.node for c in found[::-1]])) == {
-        **json.loads(old),
-        "sequence": {"0": json.loads(old)["sequence"]["0"][::-1]},
+    (first,), (other,) = gathers(graph), reductions(graph)
+    old = record("forward", [], [], [first.node, other.node, first.wait, other.wait])
+    assert old.order == (0, 1, -1, -2)
+    assert sequence_of(old, [other.node, other.wait, first.node, first.wait]) == {
+        "issued": old.issued[::-1],
+        "order": (0, -1, 1, -2),
     }
     with pytest.raises(PlanError, match=r"lost \['reduce_scatter_tensor of float32\[6\] avg 3: p1'\]"):
-        with_sequence(old, [found[0].node])
+        sequence_of(old, [first.node])
 
 
 @pytest.mark.usefixtures("one_of_four")

@@ -2,7 +2,6 @@
 
 import ast
 import itertools
-import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from inductor_passes._compat import NOTHING_ELSE_MOVES
 from inductor_passes.collectives import MARK
 from inductor_passes.copies import UNPACK_WEIGHTS
 from inductor_passes.order import Bucket, Item, PlanError, check_order, first_uses, graph_items, order
+from inductor_passes.record import Record
 from simplefsdp import BucketPlan, manual_plan, simple_fsdp
 from tests.graphs import WAIT, capture
 from tests.models import batch, tiny_llama
@@ -486,9 +486,10 @@ def test_the_code_that_inductor_generates_has_the_order_of_the_graph():
         # Ranks compare this order, before the first of its collectives.
         agreement = body.split("all_gather_into_tensor.default(", 1)[0]
         text = re.search(r"simplefsdp\.agree\.default\(\w+, ('.*')\)", agreement)
-        (sequence,) = json.loads(ast.literal_eval(text[1]))["sequence"].values()
+        found = Record.from_json(ast.literal_eval(text[1]))
         marked = [node for node in graph.nodes if MARK in node.meta]
-        assert [line.split(": ")[1].split(", ") for line in sequence] == [[*node.meta[MARK]] for node in marked]
+        assert [one.fqns for one in found.issued] == [node.meta[MARK] for node in marked]
+        assert len(found.order) == 2 * len(marked)
 
 
 class _SumOfWeights(nn.Module):

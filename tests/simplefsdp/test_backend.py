@@ -199,24 +199,42 @@ def test_a_report_shows_each_graph_before_and_after_each_pass_also_from_a_warm_c
     cold, warm = found
     assert cold == warm
     assert sorted(cold) == [
-        "graph_0_0/1_joint_before_identify.txt",
-        "graph_0_0/2_joint_after_identify.txt",
-        "graph_0_0/3_forward_before_bucket.txt",
-        "graph_0_0/4_forward_after_bucket.txt",
-        "graph_0_0/5_backward_before_bucket.txt",
-        "graph_0_0/6_backward_after_bucket.txt",
+        "graph_0_0/01_joint_before_identify.txt",
+        "graph_0_0/02_joint_after_identify.txt",
+        "graph_0_0/03_forward_before_bucket.txt",
+        "graph_0_0/04_forward_after_bucket.txt",
+        "graph_0_0/05_forward_before_order.txt",
+        "graph_0_0/06_forward_after_order.txt",
+        "graph_0_0/07_forward_code.py",
+        "graph_0_0/08_backward_before_bucket.txt",
+        "graph_0_0/09_backward_after_bucket.txt",
+        "graph_0_0/10_backward_before_order.txt",
+        "graph_0_0/11_backward_after_order.txt",
+        "graph_0_0/12_backward_code.py",
         "graph_0_0/plan.json",
-        "graph_0_1/1_forward_before_identify.txt",
-        "graph_0_1/2_forward_after_identify.txt",
-        "graph_0_1/3_forward_before_bucket.txt",
-        "graph_0_1/4_forward_after_bucket.txt",
+        "graph_0_1/01_forward_before_identify.txt",
+        "graph_0_1/02_forward_after_identify.txt",
+        "graph_0_1/03_forward_before_bucket.txt",
+        "graph_0_1/04_forward_after_bucket.txt",
+        "graph_0_1/05_forward_before_order.txt",
+        "graph_0_1/06_forward_after_order.txt",
+        "graph_0_1/07_forward_code.py",
         "graph_0_1/plan.json",
     ]
-    before, after = (cold[f"graph_0_0/{name}.txt"] for name in ("5_backward_before_bucket", "6_backward_after_bucket"))
+    before, after = (
+        cold[f"graph_0_0/{name}.txt"] for name in ("08_backward_before_bucket", "09_backward_after_bucket")
+    )
     assert before.count("reduce_scatter_tensor.default(") == 12
     assert after.count("reduce_scatter_tensor.default(") == 3
     assert "# layers.0.attention.wq.weight, layers.0.attention.wk.weight" in after
     assert len(BucketPlan.from_json(cold["graph_0_0/plan.json"]).reductions) == 3
+    kernels = [cold[f"graph_0_0/{name}_order.txt"].splitlines() for name in ("10_backward_before", "11_backward_after")]
+    assert kernels[0] != kernels[1]
+    assert sorted(kernels[0]) == sorted(kernels[1])
+    assert [line.split("# ")[1].split(": ")[0] for line in kernels[1] if "# " in line].count("reduction") == 3
+    code = cold["graph_0_0/12_backward_code.py"].split("def call(")[1]
+    operators = r"_c10d_functional\.(all_gather_into_tensor|reduce_scatter_tensor|wait_tensor)"
+    assert re.findall(operators + r"\.default\(", code) == re.findall(f"= {operators}", "\n".join(kernels[1]))
 
 
 @pytest.mark.parametrize("plan", ["block", "none"])
@@ -257,7 +275,7 @@ def test_the_branches_of_a_cond_are_left_alone(tmp_path):
         compiled(torch.ones(4, 8)).sum().backward()
     (folder,) = tmp_path.iterdir()
     assert not list(folder.glob("*_forward_*_identify.txt")), "a branch is no forward graph"
-    assert "layers.1.weight" in (folder / "4_forward_after_bucket.txt").read_text()
+    assert "layers.1.weight" in (folder / "04_forward_after_bucket.txt").read_text()
     assert len(BucketPlan.load(folder / "plan.json").reductions) == 2
 
 

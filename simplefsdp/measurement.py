@@ -1,0 +1,314 @@
+"""``measure``: a training step as it went, its collectives mapped back to the buckets of the plan.
+
+Every compiled graph begins with an operator that holds its record (``inductor_passes/record.py``): which collectives it
+issues and awaits, in which order, and of which parameters. What happens on its thread behind that operator is matched
+with it: by torch's profiler, or, in a rehearsal, by the rehearsal's own record.
+"""
+
+import json
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from inductor_passes.agreement import watching
+from inductor_passes.record import Record
+from inductor_passes.report import report_of
+
+from .plan import span
+from .trace import with_measured
+
+_C10D = "_c10d_functional::"
+_WAIT = _C10D + "wait_tensor"
+_AGREE = "simplefsdp::agree"
+_STEP = "simplefsdp.measure"
+
+
+class Measured(NamedTuple):
+    """A collective as it went; seconds since its graph began to run."""
+
+    name: str
+    """Of the functional operator: ``"all_gather_into_tensor"``."""
+    parameters: tuple[str, ...]
+    """FQNs; none for a collective of your own."""
+    group: str
+    nbytes: int
+    """Of the whole tensors."""
+    issued_s: float
+    started_s: float
+    """When its process group was done with what had been issued before; ``issued_s``, where that is not known."""
+    finished_s: float
+    awaited_s: float
+    """When somebody began to wait for it; infinite: nobody did."""
+
+    @property
+    def exposed_s(self) -> float:
+        """That the one who waited was held up."""
+        return max(0.0, self.finished_s - self.awaited_s)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Of one compiled graph."""
+
+    direction: str
+    """``"forward"`` or ``"backward"``."""
+    began_s: float
+    """Since the step began."""
+    collectives: tuple[Measured, ...]
+    report: str | None = None
+    """Key of the graph's report."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Of some steps; what is in them is of the one that took the median time."""
+
+    steps_s: tuple[float, ...]
+    """Of each, in the order they were made."""
+    runs: tuple[Run, ...]
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median_low(self.steps_s)
+
+    @property
+    def collectives(self) -> tuple[Measured, ...]:
+        return tuple(one for run in self.runs for one in run.collectives)
+
+    @property
+    def communication_s(self) -> float:
+        return sum(one.finished_s - one.started_s for one in self.collectives)
+
+    @property
+    def exposed_s(self) -> float:
+        return sum(one.exposed_s for one in self.collectives)
+
+    def to_json(self) -> str:
+        """For ``from_json``; infinity is ``null``."""
+        runs = [
+            {**asdict(run), "collectives": [one._asdict() | {"exposed_s": one.exposed_s} for one in run.collectives]}
+            for run in self.runs
+        ]
+        for one in (one for run in runs for one in run["collectives"]):
+            one["awaited_s"] = one["awaited_s"] if one["awaited_s"] < math.inf else None
+        sums = {name: getattr(self, name) for name in ("step_s", "exposed_s", "communication_s")}
+        return json.dumps({**sums, "steps_s": self.steps_s, "runs": runs}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Measurement":
+        fields = json.loads(text)
+
+        def measured(of: dict[str, Any]) -> Measured:
+            awaited = math.inf if of["awaited_s"] is None else of["awaited_s"]
+            others = {"parameters": tuple(of["parameters"]), "awaited_s": awaited}
+            return Measured(**{name: of[name] for name in Measured._fields} | others)
+
+        runs = (Run(**run | {"collectives": tuple(map(measured, run["collectives"]))}) for run in fields["runs"])
+        return cls(tuple(fields["steps_s"]), tuple(runs))
+
+    def __str__(self) -> str:
+        lines = [
+            f"{1e3 * self.step_s:.1f} ms a step, of which {1e3 * self.exposed_s:.1f} exposed of "
+            f"{1e3 * self.communication_s:.1f} communication"
+        ]
+        for run in self.runs:
+            lines.append(f"{run.direction}, {1e3 * run.began_s:.2f} ms into the step: issued, done, needed at; exposed")
+            for one in run.collectives:
+                at = "  ".join(f"{1e3 * when:8.2f}" for when in (one.issued_s, one.finished_s, one.awaited_s))
+                what = span(one.parameters) if one.parameters else "(your own)"
+                lines.append(f"  {at}  {1e3 * one.exposed_s:7.2f} ms  {one.name} of {what}")
+        return "\n".join(lines) + "\n"
+
+
+def measure(step_fn: Callable[[], Any], steps: int = 3) -> Measurement:
+    """Call ``step_fn``, which makes one training step, ``steps`` times, and say how its collectives went.
+
+    What is compiled in the meantime takes its time, so let it be compiled before. Where a graph has a report
+    (``options={"report_dir": ...}``), the measurement is written there: ``measurement.json``, and a track beside the
+    predicted one in ``timeline.json``; ``simplefsdp explain`` then compares both. Ranks call it together, as any step.
+
+    Raises:
+        ValueError: ``steps`` is not positive.
+        NotImplementedError: on CUDA, outside of a rehearsal.
+        RuntimeError: no graph that ran was compiled with ``backend="simplefsdp"``, or one did not issue its collectives
+            in the order that its record has: with ``plan="none"`` torch's own passes may have moved them.
+    """
+    if steps < 1:
+        raise ValueError(f"steps: expected a positive number, found {steps}")
+    made = [_rehearsed(step_fn) if _is_rehearsal() else _profiled(step_fn) for _ in range(steps)]
+    if not made[0][1]:
+        raise RuntimeError("measure: no graph compiled with backend='simplefsdp' has run in step_fn")
+    seconds, runs = sorted(made, key=lambda one: one[0])[(steps - 1) // 2]
+    assert seconds == statistics.median_low(one for one, _ in made)
+    found = Measurement(tuple(one for one, _ in made), tuple(runs))
+    for key in dict.fromkeys(run.report for run in runs):
+        if key is not None and (report := report_of(key)) is not None:
+            own = Measurement(found.steps_s, tuple(run for run in runs if run.report == key))
+            report.write_text("measurement.json", own.to_json())
+            if (timeline := report.text("timeline.json")) is not None:
+                report.write_text("timeline.json", with_measured(timeline, own.runs))
+    return found
+
+
+def _is_rehearsal() -> bool:
+    return dist.is_initialized() and dist.get_backend() == "rehearsal"
+
+
+@contextmanager
+def _records(mark: Callable[[], Any]) -> Iterator[list[tuple[Record, Any]]]:
+    """Of the graphs that run meanwhile, with what ``mark`` gives when each begins."""
+    found: list[tuple[Record, Any]] = []
+
+    def note(record: Record) -> None:
+        found.append((record, mark()))
+
+    watching.append(note)
+    try:
+        yield found
+    finally:
+        watching.remove(note)
+
+
+def _rehearsed(step_fn: Callable[[], Any]) -> tuple[float, list[Run]]:
+    from .rehearsal.group import current_world
+    from .rehearsal.trial import finish, mark, start_clock
+
+    world = current_world()
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    earlier = len(world.collectives())
+    start_clock(device)
+    with _records(lambda: mark(device)) as records:
+        began = mark(device)
+        step_fn()
+        ended = mark(device)
+    finish(device)
+    first, starts = began(), [start() for _, start in records]
+    collectives = world.collectives()[earlier:]
+    runs = []
+    for (record, _), start, end in zip(records, starts, [*starts[1:], math.inf], strict=True):
+        left = iter(one for one in collectives if start <= one.issued < end)
+        measured = []
+        for one in record.issued:
+            went = next((w for w in left if (w.group, w.nbytes) == (one.group, one.nbytes)), None)
+            if went is None:
+                raise RuntimeError(_OTHER_ORDER.format(record.direction, one))
+            awaited = math.inf if went.waited is None else went.waited
+            times = (when - start for when in (went.issued, went.started, went.finished, awaited))
+            measured.append(Measured(one.name, one.fqns, one.group, one.nbytes, *times))
+        runs.append(_run(record, start - first, measured))
+    return ended() - first, runs
+
+
+_OTHER_ORDER = "measure: the {} graph did not issue, in the order that it was compiled with, {}"
+
+
+class Event(NamedTuple):
+    """What the profiler saw on the host; nanoseconds."""
+
+    name: str
+    thread: int
+    start: int
+    end: int
+
+
+def _profiled(step_fn: Callable[[], Any]) -> tuple[float, list[Run]]:
+    if torch.cuda.is_available():
+        raise NotImplementedError("measure: on CUDA only in a rehearsal so far")
+    with (
+        _records(lambda: None) as records,
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile,
+    ):
+        started = time.perf_counter()
+        with torch.profiler.record_function(_STEP):
+            step_fn()
+        seconds = time.perf_counter() - started
+    kineto: Any = profile.profiler
+    events = [
+        Event(e.name(), e.start_thread_id(), e.start_ns(), e.start_ns() + e.duration_ns())
+        for e in kineto.kineto_results.events()
+    ]
+    return seconds, runs_of([record for record, _ in records], events)
+
+
+def runs_of(records: Sequence[Record], events: Sequence[Event]) -> list[Run]:
+    """The runs of the graphs with these records, in the order they ran, from what the profiler saw of the step."""
+    events = sorted(events, key=lambda event: event.start)
+    (began,) = (event.start for event in events if event.name == _STEP)
+    agreements = [event for event in events if event.name == _AGREE]
+    transfers = _Transfers(event for event in events if event.name.startswith("gloo:"))
+    if len(agreements) != len(records):
+        raise RuntimeError(f"measure: {len(records)} graphs ran, and the profiler saw {len(agreements)}")
+    runs = []
+    for i, (record, agreement) in enumerate(zip(records, agreements, strict=True)):
+        later = (other.start for other in agreements[i + 1 :] if other.thread == agreement.thread)
+        end = next(later, math.inf)
+        steps = _outermost(e for e in events if e.thread == agreement.thread and agreement.end <= e.start < end)
+        runs.append(_run(record, (agreement.start - began) / 1e9, _matched(record, agreement, steps, transfers)))
+    return runs
+
+
+def _outermost(events: Iterator[Event]) -> Iterator[Event]:
+    """Of the functional collectives and waits of one thread, those that no other has issued."""
+    end = -math.inf
+    for event in events:
+        if event.name.startswith(_C10D) and event.start >= end:
+            end = event.end
+            yield event
+
+
+class _Transfers:
+    """What the threads of gloo's process groups carried (one each, see ``gloo.py``): one collective after the other."""
+
+    def __init__(self, events: Iterable[Event]):
+        self._of_thread: dict[int, deque[Event]] = {}
+        self._thread: dict[str, int] = {}
+        for event in events:
+            self._of_thread.setdefault(event.thread, deque()).append(event)
+
+    def take(self, group: str, since: int) -> Event | None:
+        """The next of ``group`` that began since then, when it was issued; what began before was somebody else's."""
+        for left in self._of_thread.values():
+            while left and left[0].start < since:
+                left.popleft()
+        if group not in self._thread:  # which thread is whose is not known, but nothing waited before
+            free = [left for thread, left in self._of_thread.items() if left and thread not in self._thread.values()]
+            if not free:
+                return None
+            self._thread[group] = min(free, key=lambda left: left[0].start)[0].thread
+        left = self._of_thread[self._thread[group]]
+        return left.popleft() if left else None
+
+
+def _matched(record: Record, agreement: Event, steps: Iterator[Event], transfers: _Transfers) -> list[Measured]:
+    issues: list[Event] = []
+    waits: dict[int, Event] = {}
+    for number in record.order:
+        event = next(steps, None)
+        name = _WAIT if number < 0 else _C10D + record.issued[number].name
+        if event is None or event.name.removesuffix("_") != name:
+            raise RuntimeError(_OTHER_ORDER.format(record.direction, record.issued[number if number >= 0 else ~number]))
+        if number < 0:
+            waits.setdefault(~number, event)
+        else:
+            issues.append(event)
+    measured = []
+    for i, (one, event) in enumerate(zip(record.issued, issues, strict=True)):
+        wait = waits.get(i)
+        # Of another backend only what is between issuing and having waited is known.
+        carried = transfers.take(one.group, event.start) or Event("", 0, event.start, wait.end if wait else event.end)
+        awaited = wait.start if wait else math.inf
+        times = ((when - agreement.start) / 1e9 for when in (event.start, carried.start, carried.end, awaited))
+        measured.append(Measured(one.name, one.fqns, one.group, one.nbytes, *times))
+    return measured
+
+
+def _run(record: Record, began_s: float, measured: Sequence[Measured]) -> Run:
+    return Run(record.direction, began_s, tuple(measured), record.report["key"] if record.report else None)
