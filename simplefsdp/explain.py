@@ -5,7 +5,7 @@ import difflib
 import functools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from inductor_passes.kept import choose_kept, keep_whole
 from inductor_passes.planner import auto
-from inductor_passes.timeline import Half
+from inductor_passes.timeline import Half, Timeline
 from inductor_passes.why import Bound, Why, why
 
 from .measurement import Measurement
@@ -52,6 +52,10 @@ class Explained:
     parameters: tuple[str, ...]
     nbytes: int
     """Of the full weights or gradients."""
+    held_bytes: int
+    """Of these, and of what is packed to be gathered."""
+    held_s: float
+    """From when it is issued until the last weight was read for the last time, or the last gradient reduced."""
     issued_s: float
     started_s: float
     finished_s: float
@@ -198,8 +202,12 @@ def explain(plan: BucketPlan, costs: Costs, measurement: Measurement | None = No
     first, second = schedules(plan, costs.halves)
     forward, _ = why(costs.forward, first, costs.room_bytes)
     backward, reductions = why(costs.backward, second, costs.room_bytes)
-    found = (("forward", forward), ("backward", backward), ("reductions", reductions))
-    buckets = [_explained(direction, one) for direction, each in found for one in each]
+    freed = [_freed(half, timeline) for half, timeline in zip(costs.halves, played, strict=True)]
+    buckets = [
+        *(_explained("forward", one, freed[0]) for one in forward),
+        *(_explained("backward", one, freed[1]) for one in backward),
+        *(_explained("reductions", one, {}) for one in reductions),
+    ]
     if measurement is not None:
         buckets = [replace(bucket, measured=_went(bucket, measurement)) for bucket in buckets]
     return Explanation(plan, costs, prediction, tuple(buckets), measurement)
@@ -230,13 +238,24 @@ def _went(bucket: Explained, measurement: Measurement) -> Went | None:
     )
 
 
-def _explained(direction: str, one: Why) -> Explained:
+def _freed(half: Half, timeline: Timeline) -> dict[str, float]:
+    """By FQN of a gathered weight: when it is no longer needed."""
+    ends = [start + seconds for start, seconds in zip(timeline.starts, half.seconds, strict=False)]
+    return {gather.fqn: [*ends, timeline.seconds][gather.last] for gather in half.gathers}
+
+
+def _explained(direction: str, one: Why, freed: Mapping[str, float]) -> Explained:
     spans = one.spans
+    fqns = tuple(dict.fromkeys(fqn for span in spans for fqn in span.fqns))
+    nbytes = sum(span.nbytes for span in spans if span.what != "all-reduce")
+    issued, done = min(span.issued for span in spans), max(max(span.finished, span.awaited) for span in spans)
     return Explained(
         direction,
-        tuple(dict.fromkeys(fqn for span in spans for fqn in span.fqns)),
-        sum(span.nbytes for span in spans if span.what != "all-reduce"),
-        min(span.issued for span in spans),
+        fqns,
+        nbytes,
+        nbytes + sum(span.held for span in spans),
+        max(freed.get(fqn, done) for fqn in fqns) - issued,
+        issued,
         min(span.started for span in spans),
         max(span.finished for span in spans),
         min(span.awaited for span in spans),
@@ -284,11 +303,11 @@ def _twice(numbers: Iterable[Any]) -> tuple[Any, ...]:
 def _heading(direction: str, shown: int, buckets: int) -> str:
     what = "reductions" if direction == "reductions" else f"gathers in {direction}"
     part = "" if shown == buckets else f" ({shown} of {buckets}, exposed longest)"
-    return f"{what}{part}: issued, done, needed at; hidden + exposed; bytes"
+    return f"{what}{part}: issued, done, needed at; hidden + exposed; bytes, held for"
 
 
 def _row(bucket: Explained) -> str:
-    what = f"{bucket.nbytes / 2**20:8.2f} MiB  {span(bucket.parameters)}"
+    what = f"{bucket.nbytes / 2**20:8.2f} MiB {1e3 * bucket.held_s:7.2f} ms  {span(bucket.parameters)}"
     measured = f"\n{_times(bucket.measured)}  measured" if bucket.measured else ""
     return f"{_times(bucket)}  {what}{measured}\n      {bucket.bound}: {bucket.where}; {bucket.closed}"
 

@@ -36,8 +36,13 @@ class _Bar(NamedTuple):
 class _Picture(NamedTuple):
     tracks: tuple[str, ...]
     bars: tuple[_Bar, ...]
-    memory: tuple[tuple[float, float], ...]
-    """Milliseconds and GiB."""
+    memory: tuple[tuple[float, int], ...]
+    """Milliseconds and bytes."""
+
+    @property
+    def unit(self) -> tuple[str, int]:
+        """Of memory, for people."""
+        return ("GiB", 2**30) if max(nbytes for _, nbytes in self.memory) >= 2**30 else ("MiB", 2**20)
 
 
 def write_pages(folder: Path, explanation: Explanation) -> list[Path]:
@@ -66,7 +71,7 @@ def _picture(events: Sequence[dict[str, Any]]) -> _Picture:
         for e in events
         if e["ph"] == "X"
     ]
-    memory = [(e["ts"] / 1e3, e["args"]["bytes"] / 2**30) for e in events if e["ph"] == "C"]
+    memory = [(e["ts"] / 1e3, e["args"]["bytes"]) for e in events if e["ph"] == "C"]
     return _Picture(tuple(tracks.values()), tuple(bars), tuple(memory))
 
 
@@ -112,14 +117,15 @@ def _figure(picture: _Picture, limit: float) -> str:
                 marker={"color": color, "line": {"width": 0.3, "color": "white"}},
             )
             figure.add_trace(drawn, row=1, col=1)
-    at, used = zip(*picture.memory, strict=True)
+    unit, size = picture.unit
+    at, used = zip(*((ms, nbytes / size) for ms, nbytes in picture.memory), strict=True)
     figure.add_trace(
         go.Scatter(name="memory", x=at, y=used, line={"shape": "hv", "color": "#555"}, fill="tozeroy"), row=2, col=1
     )
     if limit < math.inf:
-        figure.add_hline(limit / 2**30, line={"dash": "dash"}, annotation_text="budget", row=2, col=1)
+        figure.add_hline(limit / size, line={"dash": "dash"}, annotation_text="budget", row=2, col=1)
     figure.update_yaxes(categoryorder="array", categoryarray=picture.tracks[::-1], row=1, col=1)
-    figure.update_yaxes(title="GiB", row=2, col=1)
+    figure.update_yaxes(title=unit, row=2, col=1)
     figure.update_xaxes(title="ms", row=2, col=1)
     figure.update_layout(barmode="overlay", template="plotly_white", height=260 + 60 * len(picture.tracks))
     return str(figure.to_html(full_html=False, include_plotlyjs=True))
@@ -141,10 +147,11 @@ def _draw(picture: _Picture, explanation: Explanation, path: Path) -> None:
     found = {bar.what for bar in picture.bars}
     handles = [Patch(color=color, label=what) for what, color in _COLORS.items() if what in found]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
-    at, used = zip(*picture.memory, strict=True)
+    unit, size = picture.unit
+    at, used = zip(*((ms, nbytes / size) for ms, nbytes in picture.memory), strict=True)
     below.fill_between(at, used, step="post", color=_COLORS["compute"])
     if explanation.room_bytes < math.inf:
-        below.axhline(explanation.room_bytes / 2**30, linestyle="--", color="black", linewidth=1)
-    below.set_ylabel("GiB")
+        below.axhline(explanation.room_bytes / size, linestyle="--", color="black", linewidth=1)
+    below.set_ylabel(unit)
     below.set_xlabel("ms")
     figure.savefig(path, dpi=150)

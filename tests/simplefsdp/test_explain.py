@@ -1,6 +1,8 @@
 """``simplefsdp explain``: what it says of a real report agrees with the plan and the prediction."""
 
 import json
+import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from simplefsdp import cli
+from inductor_passes.order import Bucket
+from inductor_passes.timeline import Gather, Half, Kind
+from simplefsdp import BucketPlan, cli
 from simplefsdp.explain import Explanation, explain, read
 from simplefsdp.prediction import Costs
 from tests.inductor_passes.chains import halves
@@ -58,6 +62,8 @@ def test_it_agrees_with_the_plan_and_the_prediction(
         assert all(bucket.exposed_s > 0 for bucket in shown if bucket.bound != "nothing")
         assert all(bucket.issued_s <= bucket.started_s < bucket.finished_s for bucket in shown)
     for bucket in found.buckets:
+        assert bucket.held_s >= max(bucket.finished_s, bucket.awaited_s) - bucket.issued_s
+        assert bucket.nbytes <= bucket.held_bytes <= 2 * bucket.nbytes
         assert 0 <= bucket.hidden_s <= bucket.communication_s <= bucket.hidden_s + bucket.exposed_s + 1e-12
     assert 0 <= found.overhead_s < found.compute_s
     parts = found.compute_s + found.overhead_s + prediction["exposed_s"] + prediction["outside_s"]
@@ -90,7 +96,7 @@ def test_the_text_has_what_the_json_has(
 def test_a_screen_shows_what_is_exposed_longest(explained: dict[str, Explanation]) -> None:
     found = explained["block"]
     lines = found.text(rows=2).splitlines()
-    rows = [line for line in lines if " MiB  " in line]
+    rows = [line for line in lines if re.search(r" MiB +[\d.]+ ms  ", line)]
     longest = sorted(found.buckets, key=lambda bucket: bucket.exposed_s)[-2:]
     assert len(rows) == 2
     assert all(any(f"+ {1e3 * bucket.exposed_s:6.2f} ms" in row for row in rows) for bucket in longest)
@@ -153,3 +159,15 @@ def test_costs_are_read_as_they_were_written(forward: Any, backward: Any) -> Non
     for room in (7.0, float("inf")):
         costs = Costs("p", forward, backward, 5, 0.25, room)
         assert Costs.from_json(costs.to_json()) == costs
+
+
+def test_a_weight_is_held_until_it_was_read_for_the_last_time() -> None:
+    kind = Kind("0", 1.0, 0.0)
+    weights = [Gather(f"w{i}", kind, 8, use=i, last=last) for i, last in ((0, 1), (1, 2), (2, 3))]
+    forward = Half((4.0, 4.0, 4.0), (0, 0, 0), (0, 0, 0, 0), tuple(weights), ())
+    costs = Costs("test", forward, Half((), (), (0,), (), ()), 0, 0.0, math.inf)
+    buckets = tuple(Bucket((w.fqn,), None, w.fqn, place=i) for i, w in enumerate(weights))
+    plan = BucketPlan(buckets, (), (), (), tuple((w.fqn, (2,)) for w in weights))
+    found = explain(plan, costs).buckets
+    assert [bucket.held_s for bucket in found] == [9, 13, 13]
+    assert [bucket.held_bytes for bucket in found] == [8, 8, 8]

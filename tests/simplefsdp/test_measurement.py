@@ -249,7 +249,7 @@ def test_the_pictures_show_what_the_json_has(
         assert bucket.measured is not None
         shown = [f"{1e3 * seconds:.2f}" for seconds in (bucket.exposed_s, bucket.measured.exposed_s)]
         cells = re.findall(r">([\d.]+)</td>", row)
-        assert [cells[5], cells[7]] == shown
+        assert [cells[6], cells[8]] == shown
     assert not re.search(r'<(script|link|img)[^>]+(src|href)="http', page), "it must need nothing else"
     assert (graph / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
