@@ -11,7 +11,7 @@ import math
 import operator
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -279,7 +279,7 @@ def half(graph: Graph, profile: Profile, given: Collection[str] = (), alike: Gro
     compute = [nodes[i] for i in at.main]
     marks = sorted({0, len(compute), *at.use.values(), *at.gradient.values()})
     slot = {mark: i for i, mark in enumerate(marks)}
-    seconds = list(accumulate((cost.seconds.get(node, 0.0) for node in compute), initial=0.0))
+    seconds = [cost.seconds.get(node, 0.0) for node in compute]
     inputs = {node: _nbytes(node) for node in graph.find_nodes(op="placeholder") if node.name not in given}
     stored = {**inputs, **cost.stored}
     for reduction in reductions(graph):
@@ -315,7 +315,7 @@ def half(graph: Graph, profile: Profile, given: Collection[str] = (), alike: Gro
         for reduction in reductions(graph)
     ]
     return Half(
-        tuple(seconds[end] - seconds[begin] for begin, end in steps),
+        tuple(sum(seconds[begin:end]) for begin, end in steps),
         tuple(max(memory.during[begin:end]) for begin, end in steps),
         tuple(memory.before[mark] for mark in marks),
         tuple(gathered[fqn] for fqn in sorted(at.use, key=at.use.__getitem__)),

@@ -74,7 +74,38 @@ def simplefsdp(
         if parsed.inductor:
             log.warning("option 'inductor' has no effect with lower_with='aot_eager': %s", ", ".join(parsed.inductor))
         return _aot_eager(gm, example_inputs, passes)
-    filled = (_OnJoint(passes), _Partitioner(passes), _OnEachHalf(passes), _OnKernels(passes))
+    return _inductor(gm, example_inputs, parsed, passes, _Partitioner(passes))
+
+
+class Traced(Exception):
+    """What ``trace_only`` ends with: a forward and a backward graph, as far as their schedules are concerned."""
+
+    def __init__(self, halves: Sequence[Half]):
+        super().__init__()
+        self.halves = halves
+
+
+def trace_only(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """A backend that goes as far as there is something to plan, with the profile among ``options``, and compiles
+    nothing.
+
+    Raises:
+        Traced: always, if the graph is trained.
+    """
+    parsed = parse_options(options)
+    passes = passes_for(example_inputs, parsed)
+    return _inductor(gm, example_inputs, parsed, passes, _TracesOnly(passes), force_disable_caches=True)
+
+
+def _inductor(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    parsed: Options,
+    passes: "Passes",
+    partitioner: "_Partitioner",
+    **patches: Any,
+) -> Callable[..., Any]:
+    filled = (_OnJoint(passes), partitioner, _OnEachHalf(passes), _OnKernels(passes))
     slots: dict[str, Any] = dict(zip(PASS_SLOTS, filled, strict=True))
     if passes.request is None:
         del slots["_post_fusion_custom_pass"]
@@ -90,7 +121,9 @@ def simplefsdp(
 
     import inductor_passes.scheduler  # noqa: F401  # how its operators are lowered
 
-    return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches={**parsed.inductor, **slots}))
+    return cast(
+        Callable[..., Any], compile_fx(gm, example_inputs, config_patches={**parsed.inductor, **slots, **patches})
+    )
 
 
 def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], passes: "Passes") -> Callable[..., Any]:
@@ -277,6 +310,12 @@ class _OnJoint(_Pass, CustomGraphPass):
 class _Partitioner(_Pass, CustomPartitionerFn):
     def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Halves:
         return self.passes.on_partition(gm, joint_inputs, **kwargs)
+
+
+class _TracesOnly(_Partitioner):
+    def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Halves:
+        forward, backward = partition(gm, joint_inputs, **kwargs)
+        raise Traced(self.passes._predictable(forward.graph, backward.graph))
 
 
 class _OnEachHalf(_Pass, CustomGraphPass):

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     chosen = _network(args)
     names = [_system("--plan", args.plan, PLANS), *(_system("--against", n, AGAINST) for n in _names(args.against))]
     names = ["inductor" if name == "none" else name for name in names]
-    build = _model(args)
+    build = model_factory(args)
     torch.set_num_threads(args.threads)
     torch._dynamo.config.recompile_limit = 64  # every system compiles the same forward
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
@@ -162,7 +162,12 @@ def _system(option: str, name: str, valid: tuple[str, ...]) -> str:
     return name
 
 
-def _model(args: argparse.Namespace) -> Callable[[], nn.Module]:
+def model_factory(args: argparse.Namespace) -> Callable[[], nn.Module]:
+    """What makes the model that ``args`` (``model``, ``layers``, ``seq``, ``activation_checkpointing``) name.
+
+    Raises:
+        ValueError: names the argument that is not valid.
+    """
     if args.layers is not None and args.layers < 1:
         raise ValueError(f"--layers: expected a positive number, found {args.layers}")
     if args.model in MODELS:
