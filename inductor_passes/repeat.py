@@ -24,6 +24,9 @@ class NotAlikeError(ValueError):
 def repeated(half: Half, blocks: int, number: Numbered, renamed: Renamed) -> Half:
     """``half`` of a model with ``blocks`` blocks, of that of one with some less.
 
+    That it is so is likely, not certain, as a graph does not say which weights it reads again in each block: another
+    one with a block more tells.
+
     Raises:
         NotAlikeError: no block is like the one that follows it.
         ValueError: it has more blocks.
@@ -46,10 +49,9 @@ def repeated(half: Half, blocks: int, number: Numbered, renamed: Renamed) -> Hal
             return [(fqn, piece.moved(place))]
         nth = block if ascends else here - 1 - block
         copies = range(more + 1) if nth == source else [0 if nth < source else more]
-        return [
-            (renamed(fqn, nth + copy if ascends else blocks - 1 - nth - copy), place + copy * piece.steps)
-            for copy in copies
-        ]
+        places = [place + (more if place == len(half.seconds) else copy) * piece.steps for copy in copies]
+        numbers = [nth + copy if ascends else blocks - 1 - nth - copy for copy in copies]
+        return [(renamed(fqn, block), place) for block, place in zip(numbers, places, strict=True)]
 
     gathers: list[Gather] = []
     for gather in half.gathers:

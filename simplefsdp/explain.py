@@ -90,10 +90,19 @@ class Explanation:
 
     plan: BucketPlan
     costs: Costs
-    prediction: Prediction
-    buckets: tuple[Explained, ...]
+    played: tuple[Timeline, Timeline]
+    """Forward and backward, as predicted."""
     measurement: Measurement | None = None
     """Of ``simplefsdp.measure``, if there is one."""
+
+    @functools.cached_property
+    def prediction(self) -> Prediction:
+        return predict(self.plan, self.costs, self.played)
+
+    @functools.cached_property
+    def buckets(self) -> tuple[Explained, ...]:
+        """Each is replayed in two other ways, to say why it is as it is: of 1,000 collectives in a minute."""
+        return tuple(_buckets(self))
 
     @property
     def room_bytes(self) -> float:
@@ -107,7 +116,8 @@ class Explanation:
 
     @property
     def collectives(self) -> int:
-        return len(self.buckets)
+        """With the plan: its buckets."""
+        return sum(len(of.gathers) + len(of.reductions) for of in schedules(self.plan, self.costs.halves))
 
     @property
     def gathered_bytes(self) -> int:
@@ -151,13 +161,13 @@ class Explanation:
         }
         return json.dumps(fields, indent=1) + "\n"
 
-    def text(self, rows: int = _ROWS) -> str:
-        """For a terminal, with the ``rows`` buckets that are exposed longest, in the order in which they run."""
+    def summary(self) -> str:
+        """What is planned, and what it takes."""
         predicted = self.prediction
         elements = sum(math.prod(shape) for _, shape in self.plan.parameters)
         limit = f" of {_gib(self.room_bytes)}" if self.room_bytes < math.inf else ""
         least = predicted.bound_s + predicted.outside_s
-        communicated = sum(bucket.communication_s for bucket in self.buckets)
+        communicated = sum(span.finished - span.started for timeline in self.played for span in timeline.spans)
         lines = [
             f"plan {self.plan.hash}, predicted for {predicted.profile}",
             f"  parameters   {len(self.plan.parameters)} of {elements:,} elements; {len(self.plan.kept)} kept whole "
@@ -180,6 +190,12 @@ class Explanation:
                 f"  measured     step {_ms(measured.step_s)} (predicted {off:+.0%}), "
                 f"exposed {_ms(measured.exposed_s)} of {_ms(measured.communication_s)} communication"
             )
+        return "\n".join(lines) + "\n"
+
+    def text(self, rows: int = _ROWS) -> str:
+        """For a terminal: ``summary``, the ``rows`` buckets that are exposed longest, in the order in which they run,
+        and the changes that would help."""
+        lines = []
         shown = sorted(self.buckets, key=lambda bucket: bucket.exposed_s, reverse=True)[:rows]
         for direction in ("forward", "backward", "reductions"):
             of_direction = [bucket for bucket in self.buckets if bucket.direction == direction]
@@ -192,13 +208,16 @@ class Explanation:
             "what would help most:" if self.changes else "no other plan, memory, batch or resharding would help"
         )
         lines += [f"  {change.gain:+7.1%} throughput  {_change(change)}" for change in self.changes]
-        return "\n".join(lines) + "\n"
+        return self.summary() + "\n".join(lines) + "\n"
 
 
 def explain(plan: BucketPlan, costs: Costs, measurement: Measurement | None = None) -> Explanation:
     """What ``plan`` does with a step that costs this, why, and what was measured of it."""
-    played = timelines(plan, costs.halves)
-    prediction = predict(plan, costs, played)
+    return Explanation(plan, costs, timelines(plan, costs.halves), measurement)
+
+
+def _buckets(explanation: Explanation) -> list[Explained]:
+    plan, costs, played = explanation.plan, explanation.costs, explanation.played
     first, second = schedules(plan, costs.halves)
     forward, _ = why(costs.forward, first, costs.room_bytes)
     backward, reductions = why(costs.backward, second, costs.room_bytes)
@@ -208,9 +227,9 @@ def explain(plan: BucketPlan, costs: Costs, measurement: Measurement | None = No
         *(_explained("backward", one, freed[1]) for one in backward),
         *(_explained("reductions", one, {}) for one in reductions),
     ]
-    if measurement is not None:
+    if (measurement := explanation.measurement) is not None:
         buckets = [replace(bucket, measured=_went(bucket, measurement)) for bucket in buckets]
-    return Explanation(plan, costs, prediction, tuple(buckets), measurement)
+    return buckets
 
 
 def _went(bucket: Explained, measurement: Measurement) -> Went | None:

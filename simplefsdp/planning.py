@@ -41,7 +41,7 @@ from .trace import trace
 from .wrap import BLOCK, block_of, resolve
 
 _TRACED = 5
-"""Blocks of a model that is traced in place of one with more."""
+"""Blocks of a model that is traced in place of one with more; and once more with one more, to see that they repeat."""
 _PLANS = ("auto", "greedy", "block")
 _SWEPT = ("ranks", "seq", "batch")
 
@@ -116,9 +116,9 @@ def run(args: argparse.Namespace) -> None:
         print(_table(swept, jobs, found))
         print(f"plotted in {_plot(swept, jobs, found, args.out)}; each plan in {args.out}")
     else:
-        print(_heading(args, profiles[0], found[0]), found[0].explanation().text(), sep="\n")
+        print(_heading(args, profiles[0], found[0]), found[0].explanation().summary(), sep="\n")
         where = args.out / "plan.json"
-        print(f"options={{'plan': '{where}'}} carries it out; simplefsdp explain {args.out} draws it")
+        print(f"options={{'plan': '{where}'}} carries it out; simplefsdp explain {args.out} says why, and draws it")
 
 
 def plan_step(args: argparse.Namespace, profile: HardwareProfile, bar: tqdm) -> Planned:
@@ -141,16 +141,13 @@ def plan_step(args: argparse.Namespace, profile: HardwareProfile, bar: tqdm) -> 
         whole = build(args.layers)
         flops, blocks = flops_per_token(whole, args.seq), _blocks(whole)
         shard(whole)
-        few = build(_TRACED) if args.model in MODELS and blocks > _TRACED else build(args.layers)
-        halves = _traced(shard(few), args, profile)
+        halves = None
+        if args.model in MODELS and blocks > _TRACED + 1:
+            halves = _repeated([_traced(shard(build(_TRACED + more)), args, profile) for more in (0, 1)], blocks)
         bar.update()
-        bar.set_description("repeating its blocks")
-        if _blocks(few) < blocks:
-            try:
-                halves = [repeated(half, blocks, _number, _renamed) for half in halves]
-            except NotAlikeError:
-                bar.set_description("tracing all blocks, which are not alike")
-                halves = _traced(shard(build(args.layers)), args, profile)
+        if halves is None:
+            bar.set_description("tracing all of its blocks")
+            halves = _traced(shard(build(args.layers)), args, profile)
         bar.update()
         bar.set_description("planning")
         params: list[Any] = list(whole.parameters())
@@ -175,6 +172,16 @@ def plan_step(args: argparse.Namespace, profile: HardwareProfile, bar: tqdm) -> 
     peak = next((peak for name, peak in PEAK_FLOPS.items() if profile.name.startswith(name.lower())), None)
     bar.update()
     return Planned(plan, costs, tokens_per_s, flops * tokens_per_s / args.ranks / peak if flops and peak else None)
+
+
+def _repeated(traces: Sequence[Sequence[Half]], blocks: int) -> Sequence[Half] | None:
+    """With so many blocks, of two traces of which the second has one more; ``None``: blocks are not alike."""
+    few, more = traces
+    try:
+        again = [repeated(half, _TRACED + 1, _number, _renamed) for half in few]
+        return [repeated(half, blocks, _number, _renamed) for half in more] if again == list(more) else None
+    except NotAlikeError:
+        return None
 
 
 def _traced(model: nn.Module, args: argparse.Namespace, profile: HardwareProfile) -> Sequence[Half]:
