@@ -81,6 +81,7 @@ __all__ = [
     "stands_alone",
     "take_gradients_as_they_are",
     "temporarily_clear_interpreter_stack",
+    "trace_artifact",
     "without_dispatch_modes",
 ]
 
@@ -191,6 +192,11 @@ def load_cpp(source: str) -> ctypes.CDLL:
     from torch._inductor.codecache import CppCodeCache  # seconds to import, so not before it is needed
 
     return cast(ctypes.CDLL, CppCodeCache.load(source))
+
+
+def trace_artifact(name: str, json: Callable[[], str]) -> None:
+    """Add a file to torch's own structured trace (``TORCH_TRACE``, which tlparse shows), if there is one."""
+    torch._logging.trace_structured("artifact", lambda: {"name": name, "encoding": "json"}, payload_fn=json)
 
 
 def running_code() -> str:

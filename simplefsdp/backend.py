@@ -36,6 +36,7 @@ from inductor_passes._compat import (
     inductor_config,
     is_backward,
     is_body,
+    trace_artifact,
 )
 from inductor_passes.agreement import add_record
 from inductor_passes.bucket import assign, bucket
@@ -247,6 +248,7 @@ class Passes:
             limit = room(self.request, self.state.resident_bytes)
             costs, played = costs_of(halves, self.state, self.profile, limit), timelines(plan, halves)
             prediction = predict(plan, costs, played)
+            trace_artifact("simplefsdp_prediction", prediction.to_json)
             predicted = f", predicted to take {prediction}"
             log.debug("plan %s is predicted to take %s", plan.hash, prediction)
             if self.report is not None:
@@ -254,6 +256,7 @@ class Passes:
                 self.report.write_text("prediction.json", prediction.to_json())
                 self.report.write_text("timeline.json", trace(halves, played, self.state.resident_bytes))
         self.summaries.append(f"plan {plan.hash}: {before} -> {plan.collectives(uses)} collectives{predicted}")
+        trace_artifact("simplefsdp_plan", plan.to_json)
         assign(forward, plan.forward, plan.reductions)
         assign(backward, plan.backward, plan.reductions)
         if self.report is not None:

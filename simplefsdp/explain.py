@@ -141,7 +141,19 @@ class Explanation:
     @functools.cached_property
     def changes(self) -> tuple[Change, ...]:
         """The three that gain most, each by itself, the best first; the planner is asked what they would bring."""
-        return tuple(_changes(self.plan, self.costs, self.prediction))
+        return tuple(_changes(self))
+
+    @functools.cached_property
+    def keeping(self) -> Change | None:
+        """What it would bring to keep whole the weights that backward gathers again and that the planner would keep, if
+        there are any."""
+        again = [gather.fqn for gather in self.costs.backward.gathers]
+        kept = choose_kept(*self.costs.halves, again, self.costs.room_bytes)
+        if not kept:
+            return None
+        what = f"reshard_after_forward=False for {span(tuple(fqn for fqn in again if fqn in kept))}"
+        found = _planned(self, keep_whole(*self.costs.halves, kept), self.costs.room_bytes)
+        return next(iter(_change_to(self, what, found)), None)
 
     def to_json(self) -> str:
         fields = {
@@ -204,6 +216,7 @@ class Explanation:
                 lines.append(_heading(direction, len(here), len(of_direction)))
             for bucket in here:
                 lines.append(_row(bucket))
+        lines += _resharding(self)
         lines.append(
             "what would help most:" if self.changes else "no other plan, memory, batch or resharding would help"
         )
@@ -287,32 +300,52 @@ def _explained(direction: str, one: Why, freed: Mapping[str, float]) -> Explaine
     )
 
 
-def _changes(plan: BucketPlan, costs: Costs, prediction: Prediction) -> list[Change]:
-    def planned(halves: Sequence[Half], room: float) -> tuple[float, int] | None:
-        present = schedules(plan, halves)
-        found = [auto(half, room, [schedule]) for half, schedule in zip(halves, present, strict=True)]
-        if not all(found):
-            return None
-        seconds = sum(one.timeline.seconds for one in found if one)
-        return seconds + costs.outside_s, costs.resident_bytes + max(one.timeline.peak for one in found if one)
-
-    def change(what: str, found: tuple[float, int] | None, batch: int = 1) -> Iterable[Change]:
-        if found is not None:
-            yield Change(what, batch * prediction.step_s / found[0] - 1, *found)
-
-    room, halves = costs.room_bytes, costs.halves
-    best = planned(halves, room)
-    tried = [*change("plan='auto', as much memory", best)]
-    if room < math.inf and (free := planned(halves, math.inf)) is not None:
-        tried += change(f"a memory budget of {_gib(free[1])}", free)
-    again = [gather.fqn for gather in costs.backward.gathers]
-    if kept := choose_kept(*halves, again, room):
-        whole = planned(keep_whole(*halves, kept), room)
-        tried += change(f"reshard_after_forward=False for {span(tuple(f for f in again if f in kept))}", whole)
+def _changes(explanation: Explanation) -> list[Change]:
+    room, halves = explanation.costs.room_bytes, explanation.costs.halves
+    best = _planned(explanation, halves, room)
+    tried = [*_change_to(explanation, "plan='auto', as much memory", best)]
+    if room < math.inf and (free := _planned(explanation, halves, math.inf)) is not None:
+        tried += _change_to(explanation, f"a memory budget of {_gib(free[1])}", free)
+    if explanation.keeping is not None:
+        tried.append(explanation.keeping)
     larger = [half._replace(**{name: _twice(getattr(half, name)) for name in _OF_BATCH}) for half in halves]
-    tried += change("a batch twice as large, if compute and activations double", planned(larger, room), batch=2)
+    twice = _planned(explanation, larger, room)
+    tried += _change_to(explanation, "a batch twice as large, if compute and activations double", twice, batch=2)
     worth = sorted((one for one in tried if one.gain > _WORTH), key=lambda one: one.gain, reverse=True)
     return worth[:3]
+
+
+def _planned(explanation: Explanation, halves: Sequence[Half], room: float) -> tuple[float, int] | None:
+    """Seconds and peak of a step with these graphs, planned anew; ``None``: there is no room."""
+    costs, present = explanation.costs, schedules(explanation.plan, halves)
+    found = [auto(half, room, [schedule]) for half, schedule in zip(halves, present, strict=True)]
+    if not all(found):
+        return None
+    seconds = sum(one.timeline.seconds for one in found if one)
+    return seconds + costs.outside_s, costs.resident_bytes + max(one.timeline.peak for one in found if one)
+
+
+def _change_to(explanation: Explanation, what: str, found: tuple[float, int] | None, batch: int = 1) -> list[Change]:
+    if found is None:
+        return []
+    return [Change(what, batch * explanation.prediction.step_s / found[0] - 1, *found)]
+
+
+def _resharding(explanation: Explanation) -> list[str]:
+    """Why weights stay whole, and why others do not."""
+    plan, (forward, backward) = explanation.plan, explanation.costs.halves
+    lines = []
+    if kept := [gather for gather in forward.gathers if gather.fqn in plan.kept]:
+        seconds = sum(gather.kind.seconds(gather.nbytes) for gather in kept)
+        lines.append(
+            f"kept whole until backward: {span([gather.fqn for gather in kept])}: {_gib(sum(g.nbytes for g in kept))}, "
+            f"which save {_ms(seconds)} of communication"
+        )
+    if again := [gather.fqn for gather in backward.gathers]:
+        keeping = explanation.keeping
+        why = "kept whole, none would save time that is worth its memory" if keeping is None else _change(keeping)
+        lines.append(f"gathered again in backward: {span(again)}; {why}")
+    return lines
 
 
 def _twice(numbers: Iterable[Any]) -> tuple[Any, ...]:

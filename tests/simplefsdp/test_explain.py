@@ -114,6 +114,21 @@ def test_what_is_proposed_is_what_it_brings(explained: dict[str, Explanation]) -
     assert whole.gain == pytest.approx(auto.prediction.step_s / whole.step_s - 1)
 
 
+def test_why_weights_are_kept_or_gathered_again_is_said(explained: dict[str, Explanation]) -> None:
+    auto, kept = explained["auto"], explained["kept"]
+    saved = auto.gathered_bytes - kept.gathered_bytes
+    assert saved > 0
+    assert f"({len(kept.plan.kept)}): {saved / 2**20:.1f} MiB, which save " in kept.text()
+    assert "kept whole until backward" not in auto.text()
+    assert auto.keeping is not None
+    again = len(auto.costs.backward.gathers)
+    assert f"gathered again in backward: output.weight .. layers.0.attention_norm.weight ({again}); " in auto.text()
+    assert f"{auto.keeping.what}: step {1e3 * auto.keeping.step_s:.1f} ms" in auto.text()
+    full = explain(auto.plan, auto.costs._replace(room_bytes=0.0))
+    assert full.keeping is None
+    assert "kept whole, none would save time that is worth its memory" in full.text()
+
+
 def test_more_memory_is_proposed_where_it_helps(explained: dict[str, Explanation]) -> None:
     free = explained["auto"]
     assert not any(change.what.startswith("a memory budget") for change in free.changes)

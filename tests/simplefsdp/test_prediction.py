@@ -69,6 +69,22 @@ def test_what_is_not_trained_has_no_optimizer_state() -> None:
 
 
 @pytest.mark.usefixtures("one_of_four")
+def test_plan_and_prediction_are_artifacts_of_torchs_own_trace(caplog: pytest.LogCaptureFixture) -> None:
+    options: Any = {"plan": "block", "profile": PROFILE, "lower_with": "aot_eager"}
+    trace_log = logging.getLogger("torch.__trace")
+    trace_log.addHandler(caplog.handler)
+    try:
+        torch._dynamo.reset()
+        torch.compile(simple_fsdp(tiny_llama()), backend="simplefsdp", options=options)(*batch(0, 0))
+    finally:
+        trace_log.removeHandler(caplog.handler)
+    traced: list[Any] = [record for record in caplog.records if "artifact" in getattr(record, "metadata", {})]
+    payloads = {record.metadata["artifact"]["name"]: record.payload for record in traced}
+    plan = BucketPlan.from_json(payloads["simplefsdp_plan"])
+    assert json.loads(payloads["simplefsdp_prediction"])["plan"] == plan.hash
+
+
+@pytest.mark.usefixtures("one_of_four")
 @pytest.mark.parametrize("plan", ["auto", "block"])
 def test_it_is_logged_and_part_of_the_report(tmp_path: Path, caplog: pytest.LogCaptureFixture, plan: str) -> None:
     model = simple_fsdp(tiny_llama())
