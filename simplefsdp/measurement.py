@@ -304,8 +304,10 @@ def _matched(record: Record, agreement: Event, steps: Iterator[Event], transfers
         wait = waits.get(i)
         # Of another backend only what is between issuing and having waited is known.
         carried = transfers.take(one.group, event.start) or Event("", 0, event.start, wait.end if wait else event.end)
-        awaited = wait.start if wait else math.inf
-        times = ((when - agreement.start) / 1e9 for when in (event.start, carried.start, carried.end, awaited))
+        awaited, finished = wait.start if wait else math.inf, carried.end
+        if wait:  # gloo's thread notes the end when it comes to it, maybe later
+            finished = max(carried.start, min(finished, wait.end))
+        times = ((when - agreement.start) / 1e9 for when in (event.start, carried.start, finished, awaited))
         measured.append(Measured(one.name, one.fqns, one.group, one.nbytes, *times))
     return measured
 
