@@ -27,7 +27,8 @@ def order_kernels(kernels: list[Any], report: Report | None = None) -> list[Any]
     after = kernel_items(ordered)
     check_order(after)
     for record in _records(kernels):
-        changed = replace(record.content, **sequence_of(record.content, _steps(ordered)))
+        old = record.content
+        changed = replace(old, **sequence_of(old, _steps(ordered)))
         if report is not None:
             *_, written, reordered, _ = STEPS[changed.direction]
             report.write_text(f"{written}.txt", render_kernels(kernels, before))

@@ -118,9 +118,13 @@ def is_built_in(name: str) -> bool:
 def name_for(gpu: str, ranks: int) -> str | None:
     """What is built in for nodes of eight of this GPU (as ``torch.cuda.get_device_name`` calls it) with InfiniBand: the
     smallest such network for as many ranks. ``None``: nothing is."""
-    found = re.search(r"\bH[12]00\b", gpu)
-    fits = [net.name for net in NETWORKS.values() if net.name.startswith("h100-") and net.ranks >= ranks]
-    return f"{found[0].lower()}/{fits[0]}" if found and fits else None
+    found, fits = re.search(r"\bH[12]00\b", gpu), smallest_network(ranks)
+    return f"{found[0].lower()}/{fits}" if found and fits else None
+
+
+def smallest_network(ranks: int) -> str | None:
+    """Of those of nodes of eight GPUs with InfiniBand that are built in; ``None``: none has as many ranks."""
+    return next((net.name for net in NETWORKS.values() if net.name.startswith("h100-") and net.ranks >= ranks), None)
 
 
 def built_in(name: str) -> HardwareProfile:

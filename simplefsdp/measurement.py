@@ -146,9 +146,9 @@ def measure(step_fn: Callable[[], Any], steps: int = 3) -> Measurement:
     made = [_rehearsed(step_fn) if _is_rehearsal() else _profiled(step_fn) for _ in range(steps)]
     if not made[0][1]:
         raise RuntimeError("measure: no graph compiled with backend='simplefsdp' has run in step_fn")
-    seconds, runs = sorted(made, key=lambda one: one[0])[(steps - 1) // 2]
-    assert seconds == statistics.median_low(one for one, _ in made)
-    found = Measurement(tuple(one for one, _ in made), tuple(runs))
+    seconds = tuple(one for one, _ in made)
+    runs = made[seconds.index(statistics.median_low(seconds))][1]
+    found = Measurement(seconds, tuple(runs))
     for key in dict.fromkeys(run.report for run in runs):
         if key is not None and (report := report_of(key)) is not None:
             own = Measurement(found.steps_s, tuple(run for run in runs if run.report == key))

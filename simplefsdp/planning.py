@@ -27,7 +27,7 @@ from inductor_passes.timeline import Half
 from ._messages import unknown
 from .api import simple_fsdp
 from .backend import Traced, trace_only
-from .devices import DEVICES, built_in
+from .devices import DEVICES, built_in, smallest_network
 from .explain import Explanation, explain
 from .hardware import NETWORKS, HardwareProfile, load_profile
 from .plan import BucketPlan, Uses
@@ -246,8 +246,7 @@ def _check(args: argparse.Namespace) -> HardwareProfile:
             raise ValueError("--network: the profile's file says it itself")
         profile = load_profile(args.profile)
     else:
-        fitting = (n.name for n in NETWORKS.values() if n.name.startswith("h100-") and n.ranks >= args.ranks)
-        chosen = args.network or next(fitting, None)
+        chosen = args.network or smallest_network(args.ranks)
         if chosen is None:
             raise ValueError(f"--network: none that is built in has {args.ranks} ranks; name the JSON file of one")
         profile = built_in(f"{args.profile}/{chosen}")

@@ -54,8 +54,7 @@ def with_measured(predicted: str, runs: Sequence["Run"]) -> str:
     for run in runs:
         begin = run.began_s - runs[0].began_s
         for one in run.collectives:
-            name = f"{one.name} {one.parameters[0]}" if one.parameters else one.name
-            name += f" and {len(one.parameters) - 1} more" if len(one.parameters) > 1 else ""
+            name = _name(one.name, one.parameters)
             track, start = 1 + groups.index(one.group), begin + one.started_s
             about = {"parameters": list(one.parameters), "bytes": one.nbytes, "issued_us": _us(begin + one.issued_s)}
             what = _KINDS.get(one.name.removesuffix("_coalesced"), "other")
@@ -74,7 +73,7 @@ _MEASURED = {"pid": 1}
 
 
 def _of_span(track: int, span: Span, begin: float) -> Iterator[dict[str, Any]]:
-    name = f"{span.what} {span.fqns[0]}" + (f" and {len(span.fqns) - 1} more" if len(span.fqns) > 1 else "")
+    name = _name(span.what, span.fqns)
     about = {
         "parameters": list(span.fqns),
         "bytes": span.nbytes,
@@ -84,6 +83,11 @@ def _of_span(track: int, span: Span, begin: float) -> Iterator[dict[str, Any]]:
     yield _complete(track, name, span.what, begin + span.started, span.finished - span.started) | {"args": about}
     if span.exposed:
         yield _complete(_COMPUTE, f"wait for {name}", "exposed", begin + span.awaited, span.exposed)
+
+
+def _name(what: str, fqns: Sequence[str]) -> str:
+    first, more = " ".join((what, *fqns[:1])), len(fqns) - 1
+    return f"{first} and {more} more" if more > 0 else first
 
 
 def _complete(track: int, name: str, category: str, start: float, seconds: float) -> dict[str, Any]:
