@@ -5,14 +5,18 @@ issues and awaits, in which order, and of which parameters. What happens on its 
 with it: by torch's profiler, or, in a rehearsal, by the rehearsal's own record.
 """
 
+import itertools
 import json
 import math
 import statistics
+import tempfile
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +141,6 @@ def measure(step_fn: Callable[[], Any], steps: int = 3) -> Measurement:
 
     Raises:
         ValueError: ``steps`` is not positive.
-        NotImplementedError: on CUDA, outside of a rehearsal.
         RuntimeError: no graph that ran was compiled with ``backend="simplefsdp"``, or one did not issue its collectives
             in the order that its record has: with ``plan="none"`` torch's own passes may have moved them.
     """
@@ -211,39 +214,68 @@ _OTHER_ORDER = "measure: the {} graph did not issue, in the order that it was co
 
 
 class Event(NamedTuple):
-    """What the profiler saw on the host; nanoseconds."""
+    """What the profiler saw on the host; times in seconds."""
 
     name: str
     thread: int
-    start: int
-    end: int
+    start: float
+    end: float
+
+
+class Kernel(NamedTuple):
+    """What it saw on a GPU: a kernel, a copy, a fill; times in seconds."""
+
+    stream: int
+    launched: float
+    """By the host."""
+    start: float
+    end: float
 
 
 def _profiled(step_fn: Callable[[], Any]) -> tuple[float, list[Run]]:
-    if torch.cuda.is_available():
-        raise NotImplementedError("measure: on CUDA only in a rehearsal so far")
-    with (
-        _records(lambda: None) as records,
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile,
-    ):
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    cuda = torch.cuda.is_available()
+    if cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+        torch.cuda.synchronize()
+    with _records(lambda: None) as records, torch.profiler.profile(activities=activities, acc_events=True) as profile:
         started = time.perf_counter()
         with torch.profiler.record_function(_STEP):
             step_fn()
+            if cuda:
+                torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-    kineto: Any = profile.profiler
-    events = [
-        Event(e.name(), e.start_thread_id(), e.start_ns(), e.start_ns() + e.duration_ns())
-        for e in kineto.kineto_results.events()
-    ]
-    return seconds, runs_of([record for record, _ in records], events)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        seen = seen_in(json.loads(path.read_text(errors="replace"))["traceEvents"])
+    return seconds, runs_of([record for record, _ in records], *seen)
 
 
-def runs_of(records: Sequence[Record], events: Sequence[Event]) -> list[Run]:
+def seen_in(trace_events: Iterable[dict[str, Any]]) -> tuple[list[Event], list[Kernel]]:
+    """Of a trace in Chrome's format, as torch's profiler writes it. What a GPU does has the number of the call of the
+    CUDA runtime that launched it: ``correlation``."""
+    complete = [event for event in trace_events if event.get("ph") == "X"]
+    launched: dict[int, float] = {}
+    events, gpu = [], []
+    for event in complete:
+        category, number = event.get("cat"), event.get("args", {}).get("correlation")
+        start = event["ts"] / 1e6
+        if category in ("cuda_runtime", "cuda_driver"):
+            launched[number] = start
+        elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
+            gpu.append((number, event["args"]["stream"], start, start + event["dur"] / 1e6))
+        elif category in ("cpu_op", "user_annotation"):
+            events.append(Event(event["name"], event["tid"], start, start + event["dur"] / 1e6))
+    return events, [Kernel(stream, launched.get(number, start), start, end) for number, stream, start, end in gpu]
+
+
+def runs_of(records: Sequence[Record], events: Sequence[Event], kernels: Sequence[Kernel] = ()) -> list[Run]:
     """The runs of the graphs with these records, in the order they ran, from what the profiler saw of the step."""
     events = sorted(events, key=lambda event: event.start)
     (began,) = (event.start for event in events if event.name == _STEP)
     agreements = [event for event in events if event.name == _AGREE]
-    transfers = _Transfers(event for event in events if event.name.startswith("gloo:"))
+    carriers = _Gloo(event for event in events if event.name.startswith("gloo:")), _Device(kernels)
     if len(agreements) != len(records):
         raise RuntimeError(f"measure: {len(records)} graphs ran, and the profiler saw {len(agreements)}")
     runs = []
@@ -251,7 +283,8 @@ def runs_of(records: Sequence[Record], events: Sequence[Event]) -> list[Run]:
         later = (other.start for other in agreements[i + 1 :] if other.thread == agreement.thread)
         end = next(later, math.inf)
         steps = _outermost(e for e in events if e.thread == agreement.thread and agreement.end <= e.start < end)
-        runs.append(_run(record, (agreement.start - began) / 1e9, _matched(record, agreement, steps, transfers)))
+        start = carriers[1].reached(agreement.start)
+        runs.append(_run(record, start - began, _matched(record, start, steps, *carriers)))
     return runs
 
 
@@ -264,7 +297,7 @@ def _outermost(events: Iterator[Event]) -> Iterator[Event]:
             yield event
 
 
-class _Transfers:
+class _Gloo:
     """What the threads of gloo's process groups carried (one each, see ``gloo.py``): one collective after the other."""
 
     def __init__(self, events: Iterable[Event]):
@@ -273,7 +306,7 @@ class _Transfers:
         for event in events:
             self._of_thread.setdefault(event.thread, deque()).append(event)
 
-    def take(self, group: str, since: int) -> Event | None:
+    def take(self, group: str, since: float) -> Event | None:
         """The next of ``group`` that began since then, when it was issued; what began before was somebody else's."""
         for left in self._of_thread.values():
             while left and left[0].start < since:
@@ -287,7 +320,29 @@ class _Transfers:
         return left.popleft() if left else None
 
 
-def _matched(record: Record, agreement: Event, steps: Iterator[Event], transfers: _Transfers) -> list[Measured]:
+class _Device:
+    """What a GPU's streams did. The one that did most is that of compute, the others those of NCCL's groups."""
+
+    def __init__(self, kernels: Iterable[Kernel]):
+        kernels = sorted(kernels, key=lambda kernel: kernel.launched)
+        self._compute = statistics.mode(kernel.stream for kernel in kernels) if kernels else None
+        compute = [kernel for kernel in kernels if kernel.stream == self._compute]
+        self._launched = [kernel.launched for kernel in compute]
+        self._done = list(itertools.accumulate((kernel.end for kernel in compute), max))
+        self._others = [kernel for kernel in kernels if kernel.stream != self._compute]
+
+    def reached(self, when: float) -> float:
+        """When the stream of compute had done all that the host had launched on it by then: not before then."""
+        earlier = bisect_left(self._launched, when)
+        return max(when, self._done[earlier - 1]) if earlier else when
+
+    def carried(self, issue: Event) -> Kernel | None:
+        """What ``issue`` launched on another stream, as one."""
+        own = [kernel for kernel in self._others if issue.start <= kernel.launched <= issue.end]
+        return own[0]._replace(end=max(kernel.end for kernel in own)) if own else None
+
+
+def _matched(record: Record, began: float, steps: Iterator[Event], gloo: _Gloo, device: _Device) -> list[Measured]:
     issues: list[Event] = []
     waits: dict[int, Event] = {}
     for number in record.order:
@@ -302,12 +357,16 @@ def _matched(record: Record, agreement: Event, steps: Iterator[Event], transfers
     measured = []
     for i, (one, event) in enumerate(zip(record.issued, issues, strict=True)):
         wait = waits.get(i)
-        # Of another backend only what is between issuing and having waited is known.
-        carried = transfers.take(one.group, event.start) or Event("", 0, event.start, wait.end if wait else event.end)
-        awaited, finished = wait.start if wait else math.inf, carried.end
-        if wait:  # gloo's thread notes the end when it comes to it, maybe later
-            finished = max(carried.start, min(finished, wait.end))
-        times = ((when - agreement.start) / 1e9 for when in (event.start, carried.start, finished, awaited))
+        awaited = device.reached(wait.start) if wait else math.inf
+        carried = device.carried(event) or gloo.take(one.group, event.start)
+        if isinstance(carried, Kernel):
+            started, finished = carried.start, carried.end
+        elif carried is not None:
+            # gloo's thread notes the end when it comes to it: maybe long after somebody had waited for it.
+            started, finished = carried.start, max(carried.start, min(carried.end, wait.end if wait else math.inf))
+        else:  # of another backend only what is between issuing and having waited is known
+            started, finished = event.start, wait.end if wait else event.end
+        times = (when - began for when in (device.reached(event.start), started, finished, awaited))
         measured.append(Measured(one.name, one.fqns, one.group, one.nbytes, *times))
     return measured
 

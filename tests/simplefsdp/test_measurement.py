@@ -19,7 +19,7 @@ from torch import nn
 from inductor_passes.record import Issued, Record
 from simplefsdp import BucketPlan, Measurement, cli, measure, rehearsal, simple_fsdp
 from simplefsdp.explain import Explanation, read
-from simplefsdp.measurement import Event, Run, runs_of
+from simplefsdp.measurement import Event, Run, runs_of, seen_in
 from tests.models import batch, tiny_llama
 from tests.ranks import Ranks
 from tests.simplefsdp.test_search import PROFILE
@@ -164,16 +164,16 @@ ISSUED = tuple(Issued(f"all_{name}", "0", "", 4, (name,)) for name in ("gather",
 
 
 def events_of(*steps: tuple[str, int, int], thread: int = 1) -> list[Event]:
-    """Of a step of 1000 ns that begins at 100, its graph at 200."""
+    """Of a step of 1000 s that begins at 100, its graph at 200."""
     named = {"wait": "_c10d_functional::wait_tensor", "agree": "simplefsdp::agree"}
     whole = [Event("simplefsdp.measure", 1, 100, 1100), Event("simplefsdp::agree", 1, 200, 210)]
     return whole + [Event(named.get(n, f"_c10d_functional::all_{n}"), thread, start, end) for n, start, end in steps]
 
 
 def times_of(run: Run) -> list[tuple[int, ...]]:
-    """Of each collective: issued, started, finished, awaited, exposed, in ns since the graph began."""
+    """Of each collective: issued, started, finished, awaited, exposed, in seconds since the graph began."""
     names = ("issued_s", "started_s", "finished_s", "awaited_s", "exposed_s")
-    return [tuple(round(1e9 * getattr(one, name)) for name in names) for one in run.collectives]
+    return [tuple(round(getattr(one, name)) for name in names) for one in run.collectives]
 
 
 def test_what_the_profiler_saw_is_matched_in_order() -> None:
@@ -183,7 +183,7 @@ def test_what_the_profiler_saw_is_matched_in_order() -> None:
     gloo = [Event(f"gloo:all_{name}", 7, start, end) for name, start, end in carried]
     elsewhere = events_of(("wait", 350, 360), thread=2)[2:]
     (run,) = runs_of([record], [*events_of(*steps, ("wait", 600, 700)), *gloo, *elsewhere])
-    assert run.began_s == pytest.approx(100e-9)
+    assert run.began_s == 100
     assert times_of(run) == [(100, 110, 245, 200, 45), (130, 245, 270, 300, 0)]
     assert [c.parameters for c in run.collectives] == [("gather",), ("reduce",)]
 
@@ -207,6 +207,55 @@ def test_of_another_backend_it_is_known_when_a_wait_was_over() -> None:
     record = Record("forward", (), (), ISSUED[:1], (0, -1))
     (run,) = runs_of([record], events_of(("gather", 300, 320), ("wait", 400, 450)))
     assert times_of(run) == [(100, 100, 250, 200, 50)]
+
+
+def cuda_trace(*done: tuple[str, int, int, int, int]) -> list[dict[str, Any]]:
+    """A step that gathers and waits, as torch's profiler writes it, and what the GPU did meanwhile: category, stream,
+    when it was launched, start, end; in seconds."""
+
+    def complete(category: str, name: str, start: int, end: int, thread: int = 1, **about: int) -> dict[str, Any]:
+        times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
+        return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": thread, **times, "args": about}
+
+    events = events_of(("gather", 300, 320), ("wait", 400, 405))
+    trace = [complete("cpu_op", e.name, int(e.start), int(e.end), e.thread) for e in events[1:]]
+    trace.append(complete("user_annotation", events[0].name, 100, 1100))
+    # An annotation is repeated where the GPU did what was launched in it.
+    trace.append(complete("gpu_user_annotation", events[0].name, 350, 900, thread=7, stream=7))
+    for number, (category, stream, launched, start, end) in enumerate(done):
+        trace.append(complete("cuda_runtime", "cudaLaunchKernel", launched, launched + 1, correlation=number))
+        trace.append(complete(category, "a kernel", start, end, stream, correlation=number, stream=stream))
+    return [{"ph": "M", "name": "process_name", "args": {"name": "python"}}, *trace]
+
+
+BUSY = [("kernel", 7, 150, 180, 250), ("kernel", 7, 250, 260, 480), ("gpu_memcpy", 7, 350, 480, 520)]
+"""Compute that lies 60 s behind its launches when the graph begins, 160 when it gathers, 120 when it needs that."""
+
+
+@pytest.mark.parametrize(
+    ("network", "times"),
+    [
+        ([("kernel", 20, 310, 480, 600)], (230, 230, 350, 270, 80)),
+        ([("kernel", 20, 310, 480, 500)], (230, 230, 250, 270, 0)),
+        ([("kernel", 20, 310, 485, 500), ("gpu_memcpy", 21, 315, 490, 610)], (230, 235, 360, 270, 90)),
+        # Somebody else's, launched later.
+        ([("kernel", 20, 305, 490, 560), ("kernel", 20, 350, 560, 900)], (230, 240, 310, 270, 40)),
+    ],
+)
+def test_a_gpu_is_held_up_where_its_stream_waits(
+    network: list[tuple[str, int, int, int, int]], times: tuple[int, ...]
+) -> None:
+    record = Record("forward", (), (), ISSUED[:1], (0, -1))
+    (run,) = runs_of([record], *seen_in(cuda_trace(*BUSY, *network)))
+    assert run.began_s == 150  # at 250, when the GPU had done what was launched before
+    assert times_of(run) == [times]
+
+
+def test_what_a_gpu_has_still_to_do_when_nothing_is_launched_is_not_waited_for() -> None:
+    record = Record("forward", (), (), ISSUED[:1], (0, -1))
+    idle = [("kernel", 7, 150, 160, 170), ("kernel", 7, 250, 260, 270), ("kernel", 20, 310, 312, 390)]
+    (run,) = runs_of([record], *seen_in(cuda_trace(*idle)))
+    assert times_of(run) == [(100, 112, 190, 200, 0)]
 
 
 def test_what_nobody_waits_for_is_not_exposed() -> None:
