@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection
 from itertools import accumulate
 
-from .planner import TOLERANCE, auto
+from .planner import QUICK, TOLERANCE, auto
 from .timeline import Half
 
 _PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
@@ -24,12 +24,14 @@ def choose_kept(forward: Half, backward: Half, candidates: Collection[str], budg
         return frozenset()
     nbytes = list(accumulate((gather.nbytes for gather in gathers), initial=0))
     counts = {max(n for n, there in enumerate(nbytes) if there <= part * nbytes[-1]) for part in _PARTS}
-    alone = auto(forward) if budget == math.inf else None  # then it takes as long, whatever it leaves behind
+    alone = (
+        auto(forward, effort=QUICK) if budget == math.inf else None
+    )  # then it takes as long, whatever it leaves behind
     found: list[tuple[float, frozenset[str]]] = []
     for count in sorted({0, 1, *counts}):
         fqns = frozenset(gather.fqn for gather in gathers[:count])
         halves = keep_whole(forward, backward, fqns)
-        first, second = alone or auto(halves[0], budget), auto(halves[1], budget)
+        first, second = (alone or auto(halves[0], budget, effort=QUICK)), auto(halves[1], budget, effort=QUICK)
         if first and second:
             found.append((first.timeline.seconds + second.timeline.seconds, fqns))
     fastest = min((seconds for seconds, _ in found), default=0.0)

@@ -30,19 +30,29 @@ from .timeline import Half, Kind, Replay, Schedule, Span, Timed, Timeline, repla
 TOLERANCE = 0.005
 """Of the predicted time, what is given for less memory where nothing limits it: less than predictions err by."""
 
-_SPEEDS = (1.0, 3.0)
-"""How much slower communication is taken for when cutting: it shares its channel, and may be late."""
 _MARGINS = (0.5, 2.0)
 """Of a gather's time: how much earlier than necessary it is issued, besides as early as there is room."""
-_PARTS = (4, 8, 16, 32, 64)
-"""All is also cut into so many even buckets, and in the best way with none larger than such a part of the whole, or of
-what the budget leaves."""
-_BEST = 3
-"""How many cuts are arranged in all ways."""
 _STEPS = 5
 """How many changes at once are tried of the best in the end."""
-_WORK = 20_000
-"""How many collectives are replayed, about, to improve schedules."""
+
+
+class Effort(NamedTuple):
+    """How much is tried."""
+
+    speeds: tuple[float, ...] = (1.0, 3.0)
+    """How much slower communication is taken for when cutting: it shares its channel, and may be late."""
+    parts: tuple[int, ...] = (4, 8, 16, 32, 64)
+    """All is also cut into so many even buckets, and in the best way with none larger than such a part of the whole, or
+    of what the budget leaves."""
+    best: int = 3
+    """How many cuts are arranged in all ways."""
+    work: int = 20_000
+    """How many collectives are replayed, about, to improve schedules."""
+
+
+THOROUGH = Effort()
+QUICK = Effort(speeds=(1.0,), parts=(16,), best=0, work=2_000)
+"""To compare graphs, a tenth of the time."""
 
 
 class Found(NamedTuple):
@@ -64,7 +74,12 @@ class _Choice(NamedTuple):
 
 
 def auto(
-    half: Half, budget: float = math.inf, proposals: Iterable[Schedule] = (), *, tolerance: float = 0.0
+    half: Half,
+    budget: float = math.inf,
+    proposals: Iterable[Schedule] = (),
+    *,
+    tolerance: float = 0.0,
+    effort: Effort = THOROUGH,
 ) -> Found | None:
     """The fastest schedule with a peak of at most ``budget`` bytes; ``None`` if there is none.
 
@@ -74,16 +89,15 @@ def auto(
     least = minimum(half)
     given = [least, *(Found(schedule, replay(half, schedule)) for schedule in proposals)]
     given = [found for found in given if found.timeline.peak <= budget]
-    candidates = sorted(
-        [*given, *_candidates(half, budget, least.timeline.peak)], key=lambda found: found.timeline.seconds
-    )
+    arranged = _candidates(half, budget, least.timeline.peak, effort)
+    candidates = sorted([*given, *arranged], key=lambda found: found.timeline.seconds)
     if not candidates:
         return None
 
     def faster(timeline: Timeline) -> tuple[float, float] | None:
         return (timeline.seconds, timeline.peak) if timeline.peak <= budget else None
 
-    found = _improve(half, candidates, faster)
+    found = _improve(half, candidates, faster, effort.work)
     if not tolerance:
         return found
     limit = min([found.timeline.seconds * (1 + tolerance), *(f.timeline.seconds for f in given)])
@@ -92,7 +106,7 @@ def auto(
         return (timeline.peak, timeline.seconds) if timeline.seconds <= limit else None
 
     candidates = [f for f in (found, *candidates) if f.timeline.seconds <= limit]
-    return _improve(half, sorted(candidates, key=lambda f: f.timeline.peak), smaller)
+    return _improve(half, sorted(candidates, key=lambda f: f.timeline.peak), smaller, effort.work)
 
 
 def greedy(half: Half, room: float = math.inf) -> Found:
@@ -151,25 +165,25 @@ def minimum(half: Half) -> Found:
         tuple(Timed((i,), gather.use, gather.use) for i, gather in enumerate(half.gathers)),
         tuple(Timed((i,), r.there, r.there, r.there if r.kind.then else -1) for i, r in enumerate(half.reductions)),
     )
-    work = _WORK // (len(half.gathers) + len(half.reductions) + 1)
+    work = THOROUGH.work // (len(half.gathers) + len(half.reductions) + 1)
     found = Found(schedule, replay(half, schedule))
     return _descend(half, found, lambda timeline: (timeline.peak, 0.0), work, steps=2)[0]
 
 
-def _candidates(half: Half, budget: float, least: int) -> list[Found]:
+def _candidates(half: Half, budget: float, least: int, effort: Effort) -> list[Found]:
     """Arrangements within the budget: of all cuts in one way, of the best of them in all ways.
 
     ``least``: the lowest peak there is.
     """
     whole = sum(member.nbytes for member in (half.gathers or half.reductions))
     spare = min(budget - least, whole)
-    ways = [(speed, math.inf) for speed in _SPEEDS]
-    ways += [(1.0, part / n) for part in dict.fromkeys((whole, spare)) for n in _PARTS]
+    ways = [(speed, math.inf) for speed in effort.speeds]
+    ways += [(1.0, part / n) for part in dict.fromkeys((whole, spare)) for n in effort.parts]
     cuts = [(alone(half.gathers), alone(half.reductions))]
     cuts += zip(cut_gathers(half, ways), cut_reductions(half, ways), strict=True)
-    cuts += [(evenly(half.gathers, parts), evenly(half.reductions, parts)) for parts in _PARTS]
+    cuts += [(evenly(half.gathers, parts), evenly(half.reductions, parts)) for parts in effort.parts]
     found = {choice: _within(half, choice, budget) for choice in (_Choice(*cut) for cut in dict.fromkeys(cuts))}
-    best = sorted(found, key=lambda choice: f.timeline.seconds if (f := found[choice]) else math.inf)[:_BEST]
+    best = sorted(found, key=lambda choice: f.timeline.seconds if (f := found[choice]) else math.inf)[: effort.best]
     for choice, margin, gathers_first in product(best, _MARGINS, (False, True)):
         other = choice._replace(margin=margin, gathers_first=gathers_first)
         if half.reductions or not gathers_first:
@@ -201,9 +215,9 @@ _Rank = Callable[[Timeline], tuple[float, float] | None]
 """The lower the better; ``None`` for what may not be."""
 
 
-def _improve(half: Half, starts: Sequence[Found], rank: _Rank) -> Found:
+def _improve(half: Half, starts: Sequence[Found], rank: _Rank, work: int) -> Found:
     """The best that small changes make of ``starts``, of which those in front have the most time."""
-    work = _WORK // (len(half.gathers) + len(half.reductions) + 1)
+    work = work // (len(half.gathers) + len(half.reductions) + 1)
     best = starts[0]
     for found in starts:
         found, work = _descend(half, found, rank, work, steps=2)
