@@ -282,6 +282,11 @@ def _neighbours(half: Half, schedule: Schedule) -> Iterator[Schedule]:
         if timed.issue > first:  # with all behind it
             early = tuple(later._replace(issue=first) for later in gathers[i:])
             yield Schedule((*gathers[:i], *early), reductions)
+            # with all that are issued in the same slot
+            slot = max(first, uses[bisect_left(uses, timed.issue) - 1])
+            same = sum(later.issue == timed.issue for later in gathers[i:])
+            early = tuple(later._replace(issue=slot) for later in gathers[i : i + same])
+            yield Schedule((*gathers[:i], *early, *gathers[i + same :]), reductions)
         for at in range(1, len(timed.members)):
             one, other = timed.members[:at], timed.members[at:]
             parts = (Timed(part, timed.issue, min(half.gathers[k].use for k in part)) for part in (one, other))

@@ -103,6 +103,15 @@ def test_nothing_needs_less_memory_than_the_minimum(half: Half) -> None:
     assert auto(half, least - 1) is None
 
 
+def test_gathers_of_one_slot_are_issued_before_it_together_though_one_alone_saves_nothing() -> None:
+    kind = Kind("0", alpha_s=0.0, s_per_byte=0.1, shard=0.5)
+    sizes = ((1, 1, 0), (1, 1, 0), (2, 1, 1), (1, 2, 0))
+    gathers = tuple(Gather(f"g{i}", kind, nbytes, use, use, more) for i, (nbytes, use, more) in enumerate(sizes))
+    half = Half((0.2,) * 4, (0,) * 4, (0, 1, 0, 0, 0), gathers, ())
+    assert minimum(half).timeline.peak == 5
+    assert [timed.issue for timed in minimum(half).schedule.gathers] == [0, 0, 0, 2]
+
+
 @given(halves(gathers=12, reductions=12, channels=2), st.integers(0, 20))
 @settings(max_examples=60, deadline=None)
 def test_the_found_schedule_is_one_that_a_plan_can_say(half: Half, spare: int) -> None:
