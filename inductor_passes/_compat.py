@@ -32,6 +32,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import has_side_effect
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
@@ -45,9 +46,12 @@ __all__ = [
     "CustomGraphPass",
     "CustomPartitionerFn",
     "CustomSchedulerPass",
+    "DTensorSpec",
     "Halves",
+    "StridedShard",
     "after_backward",
     "compile_id",
+    "concatenated",
     "default_store",
     "dispatch_modes",
     "dtensor",
@@ -122,6 +126,15 @@ def dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], 
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)
+
+
+def concatenated(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """The mesh with the dimensions of both, which are parts of one.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    return DeviceMesh._concatenate([outer, inner])
 
 
 def local_of(param: DTensor) -> Tensor:

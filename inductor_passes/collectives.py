@@ -54,6 +54,8 @@ class GraphParameter:
     """Whether backward gathers it again (else the full weight is saved); ``None``: unless the planner keeps it."""
     dtype: torch.dtype
     """Of the full weight, and so of its gradient."""
+    groups: tuple[str, ...]
+    """Process groups that its gradient is reduced over, in this order."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ class _Reduction:
 
 def _merge_reductions(param: GraphParameter, gradient: Node) -> bool:
     """Mark the reduction that ``gradient`` comes from; where it is a sum of reductions, reduce the sum instead."""
-    chains = [_reduction_ending_at(term, param.dtype) for term in _terms(gradient)]
+    chains = [_reduction_ending_at(term, param) for term in _terms(gradient)]
     found = [chain for chain in chains if chain is not None]
     if len(found) != len(chains) or len({tuple(map(_step, chain.after)) for chain in found}) != 1:
         return False
@@ -253,31 +255,34 @@ def _terms(node: Node) -> list[Node]:
     return [node]
 
 
-def _reduction_ending_at(last: Node, dtype: torch.dtype) -> _Reduction | None:
+def _reduction_ending_at(last: Node, param: GraphParameter) -> _Reduction | None:
     after = [last]
     while deterministic(after[0]) and len(after[0].all_input_nodes) == 1:
         after.insert(0, after[0].all_input_nodes[0])
-    if not _extend_to_its_collective(after):
-        return None
-    further = after[0].all_input_nodes[:1]
-    if after[0].target is ALL_REDUCE and _extend_to_its_collective(further):
-        after = [*further, *after]
+    for i, group in enumerate(reversed(param.groups)):
+        if i:
+            after.insert(0, after[0].all_input_nodes[0])
+        if not _extend_to_its_collective(after, group):
+            return None
     before: list[Node] = []
     for targets in (COPIES, PADS, _MOVES, CASTS):
         node = (before or after)[0].all_input_nodes[0]
         if node.target not in targets or len(node.users) != 1:
             continue
-        if targets is CASTS and node.all_input_nodes[0].meta["val"].dtype is not dtype:
+        if targets is CASTS and node.all_input_nodes[0].meta["val"].dtype is not param.dtype:
             continue  # a cast of the user's (autocast): the gradient of the weight is what comes out of it
         before.insert(0, node)
     return _Reduction(tuple(before), tuple(after))
 
 
-def _extend_to_its_collective(after: list[Node]) -> bool:
-    """Put the reduction before ``after``'s first node, if that is the wait for one."""
-    if after[0].target is not WAIT or after[0].all_input_nodes[0].target not in REDUCTIONS:
+def _extend_to_its_collective(after: list[Node], group: str) -> bool:
+    """Put the reduction over ``group`` before ``after``'s first node, if that is the wait for it."""
+    if after[0].target is not WAIT:
         return False
-    after.insert(0, after[0].all_input_nodes[0])
+    node = after[0].all_input_nodes[0]
+    if node.target not in REDUCTIONS or node.args[-1] != group:
+        return False
+    after.insert(0, node)
     return True
 
 

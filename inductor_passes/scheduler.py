@@ -140,7 +140,7 @@ def kernel_items(kernels: list[Any]) -> list[Item]:
         if communicates[i] and first is not None and first != i:
             needs.add(first)
         reads_inputs = any(dep.name not in producer for dep in kernel.read_writes.reads)
-        items.append(_item(kernel.node, Item(frozenset(needs), reads_inputs), producer))
+        items.append(_item(kernel, Item(frozenset(needs), reads_inputs), producer))
     return items
 
 
@@ -156,11 +156,17 @@ def _is_agreement(kernel: Any) -> bool:
 
 
 def _item(kernel: Any, plain: Item, producer: dict[str, int]) -> Item:
-    node = _fx_node(kernel)
+    node = _fx_node(kernel.node)
     if node is None:
         return plain
-    packed = isinstance(kernel, inductor_ir().MultiOutput)
-    sources = [] if packed else [producer.get(value.get_name(), -1) for value in kernel.inputs]
+    # What works in place, as collectives of the user's do, gives a buffer another name.
+    original = kernel.scheduler.mutation_real_name
+    last: dict[str, int] = {}
+    for dep in kernel.unmet_dependencies:
+        name = original.get(dep.name, dep.name)
+        last[name] = max(producer.get(dep.name, -1), last.get(name, -1))
+    packed = isinstance(kernel.node, inductor_ir().MultiOutput)
+    sources = [] if packed else [last.get(value.get_name(), -1) for value in kernel.node.inputs]
     return item_for(node, plain, sources)
 
 

@@ -8,6 +8,7 @@
 
 from . import backend as backend  # importing it registers the torch.compile backend
 from .api import simple_fsdp
+from .clip import clip_grad_norm_
 from .hardware import HardwareProfile
 from .initialization import sharded_init
 from .measurement import Measurement, measure
@@ -19,6 +20,7 @@ __all__ = [
     "BucketPlan",
     "HardwareProfile",
     "Measurement",
+    "clip_grad_norm_",
     "manual_plan",
     "measure",
     "register_fsdp_forward_method",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from inductor_passes._compat import inside_torch_compile, skip_code
 
@@ -30,12 +30,13 @@ from .parametrization import ShardedModule, State, parametrize
 from .sharding import (
     Communication,
     Group,
-    ReplacedParameter,
+    Replaced,
     Reshard,
     ShardedModel,
     ShardedParameter,
     replace_parameter,
     shard,
+    shard_again,
 )
 from .wrap import blocks
 
@@ -65,6 +66,10 @@ def simple_fsdp(
     No collective runs in this call: every rank must hold the same initial values, as with ``fully_shard``.
     Build the optimizer afterwards, on ``model.parameters()``; one built before raises at its next use. Tied parameters
     stay one parameter, frozen ones stay frozen and are not reduced, buffers are left alone.
+
+    Tensor parallelism comes first (``torch.distributed.tensor.parallel.parallelize_module``): such a parameter, a
+    ``DTensor``, is sharded once more, over ``mesh``, and what it was is what ``forward`` reads. Both meshes are parts of
+    one, as in ``parallelize_module(model, mesh["tp"], plan)`` and ``simple_fsdp(model, mesh["dp"])``.
 
     Parts may be sharded first, by calls of their own with their own mesh and policy; the call on the whole then shards
     what is left, and gives all parameters the names they have in it.
@@ -99,11 +104,10 @@ def simple_fsdp(
 
     Raises:
         TypeError: an argument is of another type than said above.
-        ValueError: a mesh without this rank, of another device than a parameter, or of other dimensions than the mode
-            needs; an unknown mode; a dim that a parameter does not have; a glob that matches nothing; a module or
+        ValueError: a mesh without this rank, of another device than a parameter, of other dimensions than the mode
+            needs, or no sibling of a tensor-parallel parameter's; an unknown mode; a dim that a parameter does not have; a glob that matches nothing; a module or
             parameter that cannot be sharded (named, with the reason), or is sharded already.
         RuntimeError: no process group; called inside ``torch.compile``.
-        NotImplementedError: parameters that are ``DTensor`` on another mesh.
 
     Source: SimpleFSDP (arXiv 2411.00284), section 3; numerics of ``torch.distributed.fsdp.fully_shard``.
     """
@@ -130,7 +134,8 @@ def simple_fsdp(
     mesh = mesh or init_device_mesh(_device_type(new), (dist.get_world_size(),))
     for fqn, param in new.items():
         check_device(fqn, param, mesh)
-        check_dtensor(fqn, param, mesh)
+        if isinstance(param, DTensor):
+            check_dtensor(fqn, param, mesh)
     placements = {fqn: _placements(fqn, param, mode, shard_placement_fn) for fqn, param in new.items()}
     reshard = _per_parameter("reshard_after_forward", reshard_after_forward, list(new))
 
@@ -143,8 +148,9 @@ def simple_fsdp(
             run_in_order(group)
     shard_group, replica_group = _groups(mode, mesh)
     for fqn, param in new.items():
+        there = param._local_tensor if isinstance(param, DTensor) else param
         comm = Communication(
-            shape=tuple(param.shape),
+            shape=tuple(there.shape),
             dim=next((p.dim for p in placements[fqn] if isinstance(p, Shard)), None),
             shard_group=shard_group,
             replica_group=replica_group,
@@ -153,8 +159,12 @@ def simple_fsdp(
             divide_factor=gradient_divide_factor,
             reshard_after_forward=reshard[fqn],
         )
-        info = ShardedParameter(fqn, sharded_model, comm, placements[fqn])
-        sharded[id(param)] = replace_parameter(param, shard(param, mesh, placements[fqn]), info), info
+        if isinstance(param, DTensor):
+            local, tensor_parallel = shard_again(param, mesh, placements[fqn]), param._spec
+        else:
+            local, tensor_parallel = shard(param, mesh, placements[fqn]), None
+        info = ShardedParameter(fqn, sharded_model, comm, local.placements, tensor_parallel)
+        sharded[id(param)] = replace_parameter(param, local, info), info
     for param in ignored.values():
         param.simple_fsdp_ignored = True  # type: ignore[attr-defined]
     _shard_modules(model, sharded, mp_policy)
@@ -169,7 +179,7 @@ def _relink(model: nn.Module) -> None:
     """Tie again what a call on a part untied: its parameter became a shard there, and not where others hold it."""
     for module in model.modules():
         for name, param in module._parameters.items():
-            if isinstance(param, ReplacedParameter):
+            if isinstance(param, Replaced):
                 module._parameters[name] = param.replaced_by
 
 

@@ -359,6 +359,7 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
             prefix[info.model] + info.fqn,
             reshards(info.communication.reshard_after_forward, prefix[info.model] + info.fqn, request),
             info.communication.param_dtype or example_inputs[index].dtype,
+            tuple(group.name for group in info.communication.groups),
         )
         for index, info in found.items()
     }

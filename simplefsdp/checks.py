@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
+
+from inductor_passes._compat import concatenated
 
 from ._messages import unknown
 from .parametrization import ShardedModule
@@ -127,11 +129,9 @@ def _view_of(params: set[int], module: nn.Module) -> str | None:
 
 def check_parameter(fqn: str, param: nn.Parameter) -> None:
     """Raise if ``param`` cannot be sharded, naming it and the reason."""
-    if isinstance(param, DTensor):
-        return  # see check_dtensor
     if isinstance(param, UninitializedParameter):
         raise ValueError(f"{fqn}: has no shape yet; run the lazy module once before simple_fsdp()")
-    if type(param) is not nn.Parameter:
+    if type(param) not in (nn.Parameter, DTensor):
         raise ValueError(
             f"{fqn}: found a {type(param).__name__}, expected a plain torch.nn.Parameter; quantized and other "
             "subclasses are not supported. Put it into ignored_params, or replace it before simple_fsdp()"
@@ -145,10 +145,8 @@ def check_parameter(fqn: str, param: nn.Parameter) -> None:
         raise ValueError(f"{fqn}: has a gradient, which its shard would lose; zero_grad(set_to_none=True) first")
 
 
-def check_dtensor(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
-    """Raise for a parameter that somebody else distributed."""
-    if not isinstance(param, DTensor):
-        return
+def check_dtensor(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
+    """Raise for a tensor-parallel parameter that cannot be sharded over ``mesh`` too."""
     overlap = set(param.device_mesh.mesh_dim_names or ()) & set(mesh.mesh_dim_names or ())
     if overlap or param.device_mesh == mesh:
         what = f"dimension {min(overlap)!r}" if overlap else "the mesh"
@@ -156,7 +154,16 @@ def check_dtensor(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
             f"{fqn}: is a DTensor over {what} that simple_fsdp is to shard over (its mesh: {param.device_mesh}, "
             f"simple_fsdp's: {mesh}); pass the data-parallel part of the mesh"
         )
-    raise NotImplementedError(f"{fqn}: is a DTensor already; tensor-parallel parameters are not there yet")
+    try:
+        concatenated(mesh, param.device_mesh)
+    except (RuntimeError, TypeError) as error:  # the latter: a mesh without names
+        raise ValueError(
+            f"{fqn}: is a DTensor over {param.device_mesh}, which is no sibling of simple_fsdp's mesh, {mesh}; make "
+            "one mesh with named dimensions and use parts of it, as in mesh = init_device_mesh(device, (dp, tp), "
+            "mesh_dim_names=('dp', 'tp')), mesh['dp'] and mesh['tp']"
+        ) from error
+    if not all(isinstance(placement, Shard | Replicate) for placement in param.placements):
+        raise ValueError(f"{fqn}: is a DTensor placed as {param.placements}; expected shards or replicas")
 
 
 def check_device(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from inductor_passes._compat import StridedShard
+
 from .sharding import shard
 
 
@@ -60,7 +62,7 @@ class sharded_init(TorchDispatchMode):
 
 def _keep(target: DTensor, full: Tensor) -> DTensor:
     """Copy this rank's part of ``full`` into ``target``."""
-    if not all(isinstance(p, Shard | Replicate) for p in target.placements):
+    if not all(isinstance(p, Shard | Replicate | StridedShard) for p in target.placements):
         raise RuntimeError(f"found a DTensor placed as {target.placements}; expected shards or replicas")
     part = shard(full, target.device_mesh, target.placements)
     target._local_tensor.copy_(part._local_tensor)

@@ -169,13 +169,13 @@ def _check_replacement(module: ShardedModule, name: str, param: nn.Parameter | N
             f"{name}: a parameter added to a sharded {type(module).__name__} would not be sharded, nor its gradient "
             "reduced; add it before simple_fsdp()"
         )
-    comm, found = info.communication, f"a {type(param).__name__} of shape {tuple(param.shape)}"
+    found = f"a {type(param).__name__} of shape {tuple(param.shape)}"
     if isinstance(param, DTensor):
-        if param.placements == info.placements and tuple(param.shape) == comm.shape:
+        if param.placements == info.placements and tuple(param.shape) == info.shape:
             return
         found += f" placed as {param.placements}"
     raise RuntimeError(
-        f"{info.fqn}: {found} was assigned where simple_fsdp() had put a DTensor of shape {comm.shape} placed as "
+        f"{info.fqn}: {found} was assigned where simple_fsdp() had put a DTensor of shape {info.shape} placed as "
         f"{info.placements}. Copy the values into the shard (load_state_dict does), or assign before simple_fsdp()"
     )
 
@@ -189,7 +189,7 @@ def _property(name: str) -> property:
         # functional_call may put something computed from the parameter there.
         info, stand = state.params[name], state.stands.get(name) if param.requires_grad and param.is_leaf else None
         if torch.compiler.is_compiling():
-            return unshard(param, info.key, stand)
+            return info.as_it_was(unshard(param, info.key, stand))
         try:
             return recompute.read(param, info, stand)
         except AttributeError as error:

@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from inductor_passes._compat import (
+    DTensorSpec,
     after_backward,
     dispatch_modes,
     has_saved_tensors_hooks,
@@ -152,6 +153,17 @@ class _View:
         return self.weight.get().as_strided(self.size, self.stride, self.offset)
 
 
+@dataclass(frozen=True, eq=False)
+class _OfDTensor:
+    """The same in place of a ``DTensor``, whose local tensor such a view is."""
+
+    local: _View
+    spec: DTensorSpec
+
+    def get(self) -> DTensor:
+        return DTensor(self.local.get(), self.spec, requires_grad=False)
+
+
 @torch._dynamo.disable
 def enter(compiled: bool) -> _Call:
     """Begin the call of a sharded module; ``compiled``: Dynamo sees what it calls."""
@@ -199,19 +211,19 @@ def read(param: DTensor, info: ShardedParameter, stand: Tensor | None) -> Tensor
     if (held := _thread.held.get(id(param))) is not None:
         if held.stand is not stand or held.requires_grad != param.requires_grad or held.versions != _versions(param):
             raise RuntimeError(f"{info.fqn}: was changed since unshard(); call unshard() after such changes")
-        return held.full.tensor
+        return info.as_it_was(held.full.tensor)
     # The backward of a checkpointed region may call any function of the user's, not only modules.
     if not _thread.calls:
-        return _gather(param, info, _Outermost(), stand) if in_backward() else param
+        return info.as_it_was(_gather(param, info, _Outermost(), stand)) if in_backward() else param
     # Selective checkpointing counts operators, under a mode of its own: what it recomputes must gather as its forward.
     key = (id(param), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dispatch_modes())
     for call in reversed(_thread.calls):
         if key in call.gathered:
-            return call.gathered[key].tensor
+            return info.as_it_was(call.gathered[key].tensor)
     call = _thread.calls[-1]
     full = _gather(param, info, call.outermost, stand)
     call.gathered[key] = _Full.of(full, info.fqn)
-    return full
+    return info.as_it_was(full)
 
 
 def hold(params: list[tuple[DTensor, ShardedParameter, Tensor | None]]) -> None:
@@ -268,6 +280,9 @@ def _version(tensor: Tensor) -> int:
 
 
 def _pack(storages: dict[int, tuple[StorageWeakRef, _Again, int]], tensor: Tensor) -> Any:
+    if type(tensor) is DTensor:
+        local = _pack(storages, tensor._local_tensor)
+        return _OfDTensor(local, tensor._spec) if isinstance(local, _View) else tensor
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return tensor
     _, weight, version = storages.get(tensor.untyped_storage()._cdata, (None, None, 0))
@@ -285,4 +300,4 @@ def _pack(storages: dict[int, tuple[StorageWeakRef, _Again, int]], tensor: Tenso
 
 
 def _unpack(saved: Any) -> Tensor:
-    return saved.get() if isinstance(saved, _View) else saved
+    return saved.get() if isinstance(saved, _View | _OfDTensor) else saved

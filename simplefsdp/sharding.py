@@ -5,9 +5,10 @@
     shard - [pad] - cast - all_gather - wait - [slice] -> full weight               (forward, and again in backward)
     full gradient - cast - [pad] - reduce_scatter - wait - [all_reduce - wait] - [slice] - cast -> shard's gradient
 
-A shard along another dim than 0 is moved to dim 0 and back. A replicated parameter is not gathered, and its gradient is
-all-reduced. The order of casts, reductions and divisions is FSDP2's (``foreach_all_gather`` and ``foreach_reduce`` in
-``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``), so that both train to the same bits.
+Of a tensor-parallel parameter (a ``DTensor``) the local tensor is sharded, and what was gathered is put into a
+``DTensor`` again. A shard along another dim than 0 is moved to dim 0 and back. A replicated parameter is not gathered,
+and its gradient is all-reduced. The order of casts, reductions and divisions is FSDP2's (``foreach_all_gather`` and
+``foreach_reduce`` in ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``): both train to the same bits.
 """
 
 import functools
@@ -24,6 +25,9 @@ from torch.utils._pytree import tree_leaves
 
 from inductor_passes._compat import (
     REDUCES_IN_OWN_DTYPE,
+    DTensorSpec,
+    StridedShard,
+    concatenated,
     dtensor,
     local_of,
     take_gradients_as_they_are,
@@ -47,7 +51,7 @@ class Communication(NamedTuple):
     """All that a parameter's collectives depend on; the same on every rank."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Of what is sharded: the whole parameter, or of a tensor-parallel one this rank's part."""
     dim: int | None
     """Dim of the shards; ``None``: every rank holds the whole."""
     shard_group: Group | None
@@ -113,17 +117,34 @@ class ShardedParameter:
     communication: Communication
     placements: tuple[Placement, ...]
     """On the dimensions of its mesh."""
+    tensor_parallel: DTensorSpec | None = None
+    """Of the ``DTensor`` that it was before; ``None``: it was none."""
     key: str = field(init=False)
     """``communication`` as text."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", self.communication.encode())
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self.communication.shape if self.tensor_parallel is None else tuple(self.tensor_parallel.shape)
 
-class ReplacedParameter(nn.Parameter):
+    def as_it_was(self, full: Tensor) -> Tensor:
+        """The weight that the module expects, of what was gathered."""
+        spec = self.tensor_parallel
+        if spec is None:
+            return full
+        return DTensor.from_local(
+            full, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
+
+
+class Replaced(Tensor):
     """What a parameter becomes once it is sharded, for those who still hold it: an optimizer that was built before, a
     plain list, a closure. They would never see a gradient, so every use is an error."""
 
+    __slots__ = ()
     replaced_by: Any
 
     @classmethod
@@ -138,32 +159,63 @@ class ReplacedParameter(nn.Parameter):
         )
 
 
+class ReplacedParameter(Replaced, nn.Parameter):
+    __slots__ = ()
+
+
+class ReplacedDTensor(Replaced, DTensor):
+    __slots__ = ()
+
+
 def replace_parameter(param: nn.Parameter, local: DTensor, info: ShardedParameter) -> nn.Parameter:
     """``local`` as the parameter that takes ``param``'s place, with the Python attributes that were set on it."""
     sharded = nn.Parameter(local, requires_grad=param.requires_grad)
     sharded.__dict__.update(param.__dict__)
     sharded.simple_fsdp_info = info  # type: ignore[attr-defined]
-    param.__class__ = ReplacedParameter
+    param.__class__ = ReplacedDTensor if isinstance(param, DTensor) else ReplacedParameter  # type: ignore[assignment]
     param.replaced_by = sharded  # type: ignore[attr-defined]
     return sharded
 
 
-def shard(param: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-    """This rank's part of ``param``, as a ``DTensor`` of the same global shape.
+def shard(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    """This rank's part of ``whole``, as a ``DTensor`` of the same global shape.
 
     Rows are dealt as ``torch.chunk`` does it: ``ceil(rows / ranks)`` to each rank, the last ones may hold
     fewer or none. No communication: every rank must hold the same full values (as with FSDP2).
     """
-    local = param.detach()
-    for i, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            size = param.shape[placement.dim]
+    return dtensor(_part(whole, mesh, placements), mesh, placements, whole.shape)
+
+
+def shard_again(param: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    """The same for a tensor-parallel parameter whose part on this rank is sharded over another mesh."""
+    spec = param._spec
+    on_both = [
+        StridedShard(placement.dim, split_factor=split)
+        if isinstance(placement, Shard) and (split := _splits(spec, placement.dim)) > 1
+        else placement
+        for placement in placements
+    ]
+    local = _part(param._local_tensor, mesh, placements)
+    return dtensor(local, concatenated(mesh, spec.mesh), (*on_both, *spec.placements), param.shape)
+
+
+def _splits(spec: DTensorSpec, dim: int) -> int:
+    """In how many parts ``dim`` is."""
+    sizes = zip(spec.placements, spec.mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if isinstance(placement, Shard) and placement.dim == dim)
+
+
+def _part(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
+    local = whole.detach()
+    # What is strided is dealt last, of what its rank of the other dimensions has.
+    for i in sorted(range(mesh.ndim), key=lambda i: isinstance(placements[i], StridedShard)):
+        if isinstance(placement := placements[i], Shard | StridedShard):
+            size = local.shape[placement.dim]
             rows = -(-size // mesh.size(i))
             start = min(mesh.get_local_rank(i) * rows, size)
             local = local.narrow(placement.dim, start, min(rows, size - start))
     # A copy: a view would keep the full weight's storage alive.
-    local = local.clone(memory_format=torch.contiguous_format)
-    return dtensor(local, mesh, placements, param.shape)
+    return local.clone(memory_format=torch.contiguous_format)
 
 
 def all_gather(local: Tensor, comm: Communication) -> Tensor:

@@ -199,7 +199,7 @@ ValueError: inner.weight: has a gradient, which its shard would lose; zero_grad(
             refuse(Holder(split), mesh["tp"]),
             refuse(Holder(both), mesh["dp"]),
             refuse(Holder(unnamed), flat),
-            refuse(Holder(split), mesh["dp"]),
+            refuse(Holder(unnamed), mesh["dp"]),
         ]
         self.assertExpectedInline(
             "\n".join(texts),
@@ -207,7 +207,7 @@ ValueError: inner.weight: has a gradient, which its shard would lose; zero_grad(
 ValueError: inner.weight: is a DTensor over dimension 'tp' that simple_fsdp is to shard over (its mesh: DeviceMesh((tp=2), 'cpu', stride=(1,)), simple_fsdp's: DeviceMesh((tp=2), 'cpu', stride=(1,))); pass the data-parallel part of the mesh
 ValueError: inner.weight: is a DTensor over dimension 'dp' that simple_fsdp is to shard over (its mesh: DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1)), simple_fsdp's: DeviceMesh((dp=2), 'cpu', stride=(2,))); pass the data-parallel part of the mesh
 ValueError: inner.weight: is a DTensor over the mesh that simple_fsdp is to shard over (its mesh: DeviceMesh((4,), 'cpu', stride=(1,)), simple_fsdp's: DeviceMesh((4,), 'cpu', stride=(1,))); pass the data-parallel part of the mesh
-NotImplementedError: inner.weight: is a DTensor already; tensor-parallel parameters are not there yet""",
+ValueError: inner.weight: is a DTensor over DeviceMesh((4,), 'cpu', stride=(1,)), which is no sibling of simple_fsdp's mesh, DeviceMesh((dp=2), 'cpu', stride=(2,)); make one mesh with named dimensions and use parts of it, as in mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), mesh['dp'] and mesh['tp']""",
         )
 
     def test_meta_is_no_device_of_its_own(self) -> None:

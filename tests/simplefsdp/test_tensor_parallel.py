@@ -1,0 +1,248 @@
+"""Tensor parallelism first, then ``simple_fsdp`` over the rest of the mesh: as FSDP2 does it, to the bit."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from inductor_passes.collectives import MARK
+from inductor_passes.record import is_collective
+from simplefsdp import llama, recompute, rehearsal, sharded_init, simple_fsdp
+from tests.compare import LOWERINGS, lowered, whole
+from tests.graphs import capture
+from tests.models import batch, fsdp2, tiny_llama
+from tests.ranks import Ranks
+from tests.simplefsdp.test_search import PROFILE
+
+FP32, BF16 = MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+class Branch(nn.Module):
+    """7 channels, on two ranks 4 and 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 7)
+        self.down = nn.Linear(7, 6)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(self.up(self.norm(x)).relu())
+
+
+def branches(tp: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(Branch(), Branch())
+    for branch in model.children():
+        parallelize_module(branch, tp, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
+    return model
+
+
+def mesh_of(*sizes: int) -> DeviceMesh:
+    names = ("replicate", "shard", "tp") if len(sizes) == 3 else ("dp", "tp")
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def equal_to(
+    reference: nn.Module, model: nn.Module, forward: Any, inputs: Any, rank: int, tolerance: float = 0.0
+) -> None:
+    """Parameters, their layout, losses and gradients of AdamW steps, bitwise; with a tolerance, only the losses."""
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (reference, model)]
+    for step in range(3):
+        losses = [f(*inputs(step, rank)) for f in (reference, forward)]
+        for loss in losses:
+            loss.square().mean().backward()
+        pairs = {"loss": (losses[1].detach(), losses[0].detach())}
+        for (name, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            for what, a, b in (("", one, other), (".grad", one.grad, other.grad)):
+                assert isinstance(a, DTensor)
+                assert isinstance(b, DTensor)
+                assert (a.placements, a.shape) == (b.placements, b.shape), name
+                pairs[name + what] = a.to_local().detach(), b.to_local().detach()
+        if tolerance:
+            torch.testing.assert_close(*pairs["loss"], rtol=tolerance, atol=0)
+        for name, (found, expected) in pairs.items():
+            assert tolerance or torch.equal(found, expected), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def vectors(step: int, rank: int) -> tuple[Tensor]:
+    return (torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(100 * step + rank)),)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
+def test_a_sequence_parallel_llama_trains_bitwise_as_with_fsdp2(
+    four_ranks: Ranks, policy: MixedPrecisionPolicy, lowering: str
+) -> None:
+    four_ranks.run(_llama, policy, lowering)
+
+
+def _llama(policy: MixedPrecisionPolicy, lowering: str) -> None:
+    mesh = mesh_of(2, 2)
+    reference, model = (llama.parallelize(tiny_llama(layers=2), mesh["tp"]) for _ in range(2))
+    fsdp2(reference, policy, mesh=mesh["dp"])
+    simple_fsdp(model, mesh["dp"], mp_policy=policy)
+    tolerance = (1e-3 if policy == FP32 else 2e-2) if lowering == "inductor" else 0.0
+    forward = lowered(model, lowering, fullgraph=True)
+    equal_to(reference, model, forward, batch, mesh["dp"].get_local_rank(), tolerance)
+
+
+def test_it_trains_as_a_single_process(four_ranks: Ranks) -> None:
+    four_ranks.run(_single)
+
+
+def _single() -> None:
+    mesh = mesh_of(2, 2)
+    plain = tiny_llama(layers=2)
+    model = simple_fsdp(llama.parallelize(tiny_llama(layers=2), mesh["tp"]), mesh["dp"])
+    forward = lowered(model, "aot_eager")
+    for step in range(2):
+        batches = [batch(step, rank) for rank in range(2)]
+        tokens, targets = zip(*batches, strict=True)
+        plain(torch.cat(tokens), torch.cat(targets)).backward()
+        forward(*batches[mesh["dp"].get_local_rank()]).backward()
+    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(whole(param.grad), other.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1, 2)], ids=["fully", "hybrid"])
+def test_uneven_parts_of_uneven_parts_train_bitwise_as_with_fsdp2(
+    four_ranks: Ranks, sizes: tuple[int, ...], lowering: str
+) -> None:
+    four_ranks.run(_uneven, sizes, lowering)
+
+
+def _uneven(sizes: tuple[int, ...], lowering: str) -> None:
+    mesh = mesh_of(*sizes)
+    data, rank = (
+        (mesh["dp"], mesh["dp"].get_local_rank())
+        if len(sizes) == 2
+        else (mesh["replicate", "shard"], mesh["replicate"].get_local_rank())
+    )
+    reference, model = branches(mesh["tp"]), branches(mesh["tp"])
+    for part in (*reference.children(), reference):
+        fully_shard(part, mesh=data)
+    simple_fsdp(model, data)
+    equal_to(reference, model, lowered(model, lowering, fullgraph=True), vectors, rank)
+
+
+@pytest.mark.parametrize("plan", ["block", "auto"])
+def test_its_own_collectives_are_left_where_they_are(plan: str) -> None:
+    with rehearsal.world(8, PROFILE.network):
+        mesh = mesh_of(4, 2)
+        groups = {name: mesh[name].get_group().group_name for name in ("dp", "tp")}
+        model = simple_fsdp(llama.parallelize(tiny_llama(layers=2), mesh["tp"]), mesh["dp"])
+        captured = capture(model, *batch(0, 0), plan=plan, profile=PROFILE)
+
+    def those_of(graph: Any, group: str) -> list[Any]:
+        return [node for node in graph.nodes if is_collective(node) and node.args[-1] == groups[group]]
+
+    own, after = those_of(captured.joint, "tp"), []
+    for half in (captured.forward, captured.backward):
+        after += those_of(half, "tp")
+        assert all(MARK in node.meta for node in those_of(half, "dp"))
+    assert not any(MARK in node.meta for node in after)
+    assert len(own) >= 12
+    # Recomputed ones are there twice; the others as often and in the same order as before.
+    assert {str(node.target) for node in own} == {str(node.target) for node in after}
+    parameters = len(list(model.parameters()))
+    assert len(those_of(captured.forward, "dp")) < parameters
+    assert {fqn for node in those_of(captured.backward, "dp") for fqn in node.meta[MARK]} == {
+        name for name, _ in model.named_parameters()
+    }
+
+
+def test_what_is_replicated_and_summed_by_both_is_not_taken_for_one() -> None:
+    """In a model that is replicated over one dimension, the norms' gradients are all-reduced over ``tp``, then ``dp``:
+    the first is the model's own."""
+    with rehearsal.world(8, PROFILE.network):
+        mesh = mesh_of(4, 2)
+        tp = mesh["tp"].get_group().group_name
+        model = simple_fsdp(llama.parallelize(tiny_llama(layers=2), mesh["tp"]), mesh["dp"], mode="replicate")
+        backward = capture(model, *batch(0, 0), plan="block").backward
+    own = [node for node in backward.nodes if is_collective(node) and node.args[-1] == tp]
+    assert len([node for node in own if "all_reduce" in str(node.target)]) >= 5
+    assert not any(MARK in node.meta for node in own)
+    reduced = [fqn for node in backward.nodes if is_collective(node) for fqn in node.meta.get(MARK, ())]
+    assert sorted(reduced) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_full_weights_are_freed_between_forward_and_backward() -> None:
+    with rehearsal.world(8, PROFILE.network):
+        mesh = mesh_of(4, 2)
+        model = simple_fsdp(llama.parallelize(tiny_llama(layers=2), mesh["tp"]), mesh["dp"])
+        sizes = {param.numel() // 2 for param in model.parameters() if param.ndim == 2}
+        saved: list[int] = []
+        original = recompute._pack
+
+        def pack(storages: Any, tensor: Tensor) -> Any:
+            packed = original(storages, tensor)
+            local = packed._local_tensor if isinstance(packed, DTensor) else packed
+            if isinstance(local, Tensor) and local.ndim == 2:
+                saved.append(local.numel())
+            return packed
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(recompute, "_pack", pack)
+            model(*batch(0, 0)).backward()
+    assert saved
+    assert sizes.isdisjoint(saved)
+
+
+def test_whole_state_dicts_load_and_shards_are_drawn_as_the_whole(four_ranks: Ranks) -> None:
+    four_ranks.run(_load)
+
+
+def _load() -> None:
+    mesh = mesh_of(2, 2)
+    plain = tiny_llama(layers=2)
+    torch.manual_seed(1)
+    plain.reset_parameters()
+    model = simple_fsdp(llama.parallelize(tiny_llama(layers=2), mesh["tp"]), mesh["dp"])
+    model.load_state_dict(plain.state_dict())
+    expected = plain.state_dict()
+    for name, param in model.named_parameters():
+        assert torch.equal(whole(param), expected[name]), name
+    with torch.device("meta"):
+        model = tiny_llama(layers=2)
+    simple_fsdp(llama.parallelize(model, mesh["tp"]), mesh["dp"]).to_empty(device="cpu")
+    torch.manual_seed(1)
+    with sharded_init():
+        model.reset_parameters()
+    for name, param in model.named_parameters():
+        assert torch.equal(whole(param), expected[name]), name
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_what_does_not_fit_together_is_named() -> None:
+    mesh = mesh_of(2, 2)
+    model = branches(mesh["tp"])
+    with pytest.raises(
+        ValueError, match=r"0\.up\.weight: is a DTensor over dimension 'tp' that simple_fsdp is to shard"
+    ):
+        simple_fsdp(model, mesh["tp"])
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    with pytest.raises(
+        ValueError, match=r"0\.up\.weight: is a DTensor over .* which is no sibling of simple_fsdp's mesh"
+    ):
+        simple_fsdp(model, other["y"])
+    with pytest.raises(ValueError, match="no sibling of simple_fsdp's mesh"):
+        simple_fsdp(model)
+    with pytest.raises(ValueError, match="kv_heads = 2 cannot be dealt evenly to 4 ranks"):
+        llama.parallelize(tiny_llama(), init_device_mesh("cpu", (4,)))
+    names = [name for name, _ in model.named_parameters()]
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    simple_fsdp(model, mesh["dp"])
+    with pytest.raises(RuntimeError, match=r"0\.up\.weight: this is the parameter as it was before simple_fsdp"):
+        early.param_groups[0]["params"][names.index("0.up.weight")].sum()
