@@ -68,8 +68,8 @@ def simple_fsdp(
     stay one parameter, frozen ones stay frozen and are not reduced, buffers are left alone.
 
     Tensor parallelism comes first (``torch.distributed.tensor.parallel.parallelize_module``): such a parameter, a
-    ``DTensor``, is sharded once more, over ``mesh``, and what it was is what ``forward`` reads. Both meshes are parts of
-    one, as in ``parallelize_module(model, mesh["tp"], plan)`` and ``simple_fsdp(model, mesh["dp"])``.
+    ``DTensor``, is sharded once more, over ``mesh``, and what it was is what ``forward`` reads. Both meshes are parts
+    of one, as in ``parallelize_module(model, mesh["tp"], plan)`` and ``simple_fsdp(model, mesh["dp"])``.
 
     Parts may be sharded first, by calls of their own with their own mesh and policy; the call on the whole then shards
     what is left, and gives all parameters the names they have in it.
@@ -105,8 +105,9 @@ def simple_fsdp(
     Raises:
         TypeError: an argument is of another type than said above.
         ValueError: a mesh without this rank, of another device than a parameter, of other dimensions than the mode
-            needs, or no sibling of a tensor-parallel parameter's; an unknown mode; a dim that a parameter does not have; a glob that matches nothing; a module or
-            parameter that cannot be sharded (named, with the reason), or is sharded already.
+            needs, or no sibling of a tensor-parallel parameter's; an unknown mode; a dim that a parameter does not
+            have; a glob that matches nothing; a module or parameter that cannot be sharded (named, with the reason), or
+            is sharded already.
         RuntimeError: no process group; called inside ``torch.compile``.
 
     Source: SimpleFSDP (arXiv 2411.00284), section 3; numerics of ``torch.distributed.fsdp.fully_shard``.

@@ -1,5 +1,6 @@
 """Clipping gradients by their norm: on this rank's parts, with one all-reduce for each dimension of their meshes."""
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -8,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.nn.utils import get_total_norm
 
 _Groups = tuple[dist.ProcessGroup, ...]
@@ -45,12 +47,15 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not parameters:
         return torch.tensor(0.0)
+    layout = functools.cache(_sharded_over)  # the same few for all
     found: dict[_Groups, list[Tensor]] = defaultdict(list)
     for param in parameters:
+        gradient = param.grad
         # Also of those without a gradient here: what is reduced must not depend on the rank.
-        mine = found[_sharded_over(param)]
-        if param.grad is not None:
-            mine.append(_local(param.grad))
+        placed: Any = param if gradient is None else gradient
+        mine = found[layout(placed.device_mesh, placed.placements) if isinstance(placed, DTensor) else ()]
+        if gradient is not None:
+            mine.append(_local(gradient))
     total = _norm(found, norm_type, foreach, _local(parameters[0]).device)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
@@ -89,16 +94,11 @@ def _norm(found: dict[_Groups, list[Tensor]], order: float, foreach: bool | None
     return every.max() if largest else every.sum() ** (1 / order)
 
 
-def _sharded_over(param: Tensor) -> _Groups:
-    """Groups of ranks that hold different parts of it."""
-    if not isinstance(param, DTensor):
-        return ()
-    gradient: Any = param.grad
-    placements = param.placements if gradient is None else gradient.placements
+def _sharded_over(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Groups:
+    """Groups of ranks that hold different parts."""
     if any(isinstance(placement, Partial) for placement in placements):
         raise ValueError(f"parameters: a gradient is placed as {placements}: a sum that was not reduced")
-    dims = range(param.device_mesh.ndim)
-    return tuple(param.device_mesh.get_group(i) for i in dims if not isinstance(param.placements[i], Replicate))
+    return tuple(mesh.get_group(i) for i in range(mesh.ndim) if not isinstance(placements[i], Replicate))
 
 
 def _local(tensor: Tensor) -> Tensor:
