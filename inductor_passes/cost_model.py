@@ -102,11 +102,12 @@ def costs(graph: Graph, profile: Profile) -> Costs:
 
 def _regions(graph: Graph) -> dict[Node, Node]:
     """The first node of the region that each node that Inductor would fuse belongs to."""
-    depth: dict[Node, int] = {}  # matmuls and the like on the way here
+    depth: dict[Node, int] = {}  # matmuls, the model's own collectives and the like on the way here
     for node in graph.nodes:
         inside = [depth[source] for source in node.all_input_nodes]
-        own = _computes(node) and not _is_fused(node)
-        depth[node] = 0 if _communicates(node) else max(inside, default=0) + own
+        alone = (_computes(node) and not _is_fused(node)) or bool(_own_collective(node))
+        ours = _communicates(node) and not _own_collective(node.all_input_nodes[0] if node.target is WAIT else node)
+        depth[node] = 0 if ours else max(inside, default=0) + alone
     for node in reversed(graph.nodes):  # what is only needed later is computed there
         if node.users and all(_is_view(n) or _is_fused(n) for n in (node, *node.users)):
             depth[node] = min(depth[user] for user in node.users)

@@ -1,6 +1,6 @@
 """Llama 3 (arXiv 2407.21783): RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
 
-A plain PyTorch model: it knows nothing of sharding. ``parallelize`` makes it tensor parallel, by torch's own means.
+A plain PyTorch model: it knows nothing of sharding. ``Llama.parallelize`` makes it tensor parallel, by torch's means.
 """
 
 import math
@@ -167,6 +167,50 @@ class Llama(nn.Module):
             return logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """Make it tensor and sequence parallel over the 1-D ``mesh``, in place; before ``simple_fsdp`` over the others.
+
+        Each rank computes some of the heads, of the feed-forward's channels and of the vocabulary, and between them,
+        where norms and residuals are, a part of the sequence. Inputs and outputs are whole.
+
+        Raises:
+            ValueError: heads, channels or words cannot be dealt evenly.
+
+        Source: sequence parallelism (arXiv 2205.05198); ``torch.distributed.tensor.parallel``.
+        """
+        config, ranks = self.config, mesh.size()
+        for name in ("kv_heads", "heads", "ffn_dim", "vocab_size"):
+            if getattr(config, name) % ranks:
+                raise ValueError(f"mesh: {name} = {getattr(config, name)} cannot be dealt evenly to {ranks} ranks")
+        whole, part = Replicate(), Shard(1)
+
+        def gathered() -> ParallelStyle:
+            return PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,))
+
+        def rows() -> ParallelStyle:
+            return RowwiseParallel(output_layouts=part)
+
+        block: dict[str, ParallelStyle] = {
+            "attention_norm": SequenceParallel(),
+            "attention": gathered(),
+            **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
+            "attention.wo": rows(),
+            "ffn_norm": SequenceParallel(),
+            "feed_forward": gathered(),
+            **{f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")},
+            "feed_forward.w2": rows(),
+        }
+        ends: dict[str, ParallelStyle] = {
+            "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=part),
+            "norm": SequenceParallel(),
+            "output": ColwiseParallel(input_layouts=part, output_layouts=whole),
+        }
+        parallelize_module(self, mesh, ends)
+        for layer in self.layers:
+            parallelize_module(layer, mesh, block)
+        if config.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
     def _call_checkpointed(self, layer: nn.Module, x: Tensor) -> Tensor:
         kind = self.config.activation_checkpointing
         if kind == "none" or not torch.is_grad_enabled():
@@ -191,47 +235,3 @@ def _save_matmuls():
 def build(name: str, **changes) -> Llama:
     """The Llama of ``CONFIGS[name]`` with fields of its configuration changed."""
     return Llama(replace(CONFIGS[name], **changes))
-
-
-def parallelize(model: Llama, mesh: DeviceMesh) -> Llama:
-    """``model`` tensor and sequence parallel over the 1-D ``mesh``, in place: before ``simple_fsdp`` over the others.
-
-    Each rank computes some of the heads, of the feed-forward's channels and of the vocabulary, and between them, where
-    norms and residuals are, a part of the sequence. Inputs and outputs are whole.
-
-    Raises:
-        ValueError: heads, channels or words cannot be dealt evenly.
-
-    Source: sequence parallelism (arXiv 2205.05198); ``torch.distributed.tensor.parallel``.
-    """
-    config, ranks = model.config, mesh.size()
-    for name in ("kv_heads", "heads", "ffn_dim", "vocab_size"):
-        if getattr(config, name) % ranks:
-            raise ValueError(f"mesh: {name} = {getattr(config, name)} cannot be dealt evenly to {ranks} ranks")
-    whole, part = Replicate(), Shard(1)
-
-    def into() -> ParallelStyle:
-        return PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,))
-
-    columns, rows = ColwiseParallel, lambda: RowwiseParallel(output_layouts=part)
-    block: dict[str, ParallelStyle] = {
-        "attention_norm": SequenceParallel(),
-        "attention": into(),
-        **{f"attention.{name}": columns() for name in ("wq", "wk", "wv")},
-        "attention.wo": rows(),
-        "ffn_norm": SequenceParallel(),
-        "feed_forward": into(),
-        **{f"feed_forward.{name}": columns() for name in ("w1", "w3")},
-        "feed_forward.w2": rows(),
-    }
-    ends: dict[str, ParallelStyle] = {
-        "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=part),
-        "norm": SequenceParallel(),
-        "output": columns(input_layouts=part, output_layouts=whole),
-    }
-    parallelize_module(model, mesh, ends)
-    for layer in model.layers:
-        parallelize_module(layer, mesh, block)
-    if config.tie_embeddings:
-        model.output.weight = model.tok_embeddings.weight
-    return model

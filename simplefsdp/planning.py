@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
@@ -33,7 +32,7 @@ from .hardware import NETWORKS, HardwareProfile, load_profile
 from .plan import BucketPlan, Uses
 from .prediction import Costs, costs_of, predict, state_of, timelines
 from .rehearsal import world
-from .rehearsal.command import MODELS, model_factory
+from .rehearsal.command import MODELS, check_meshes, meshes, model_factory, parallelized
 from .rehearsal.systems import cross_entropy
 from .rehearsal.trial import PEAK_FLOPS, flops_per_token
 from .search import Search, parse_bytes, room, search
@@ -43,7 +42,7 @@ from .wrap import BLOCK, block_of, resolve
 _TRACED = 5
 """Blocks of a model that is traced in place of one with more; and once more with one more, to see that they repeat."""
 _PLANS = ("auto", "greedy", "block")
-_SWEPT = ("ranks", "seq", "batch")
+_SWEPT = ("ranks", "tp", "seq", "batch")
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plan", default="auto", choices=_PLANS)
     add("--layers", type=int, help="how many blocks, instead of the model's own number")
     add("--hybrid", action="store_true", help="shard inside a node, replicate over nodes")
+    add("--tp", type=int, default=1, help="neighbouring ranks that the model is tensor parallel over")
     add("--keep-unsharded", action="store_true", help="reshard_after_forward=False")
     add("--activation-checkpointing", default="none", choices=["none", "block", "selective"])
     add("--sweep", nargs="+", metavar="NAME=A,B", help=f"a table over several of {', '.join(_SWEPT)}")
@@ -129,25 +129,24 @@ def plan_step(args: argparse.Namespace, profile: HardwareProfile, bar: tqdm) -> 
     """
 
     def build(layers: int | None) -> nn.Module:
+        factory = model_factory(argparse.Namespace(**vars(args) | {"layers": layers}))
         with torch.device("meta"):
-            return model_factory(argparse.Namespace(**vars(args) | {"layers": layers}))()
+            model = parallelized(factory(), tp)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        return simple_fsdp(model, mesh, mp_policy=policy, reshard_after_forward=not args.keep_unsharded)
 
     bar.set_description("tracing")
     with world(args.ranks, profile.network):
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        shard = functools.partial(
-            simple_fsdp, mesh=_mesh(args, profile), mp_policy=policy, reshard_after_forward=not args.keep_unsharded
-        )
+        mesh, tp = meshes(args, "cpu", profile.network.ranks_per_node)
         whole = build(args.layers)
         flops, blocks = flops_per_token(whole, args.seq), _blocks(whole)
-        shard(whole)
         halves = None
         if args.model in MODELS and blocks > _TRACED + 1:
-            halves = _repeated([_traced(shard(build(_TRACED + more)), args, profile) for more in (0, 1)], blocks)
+            halves = _repeated([_traced(build(_TRACED + more), args, profile) for more in (0, 1)], blocks)
         bar.update()
         if halves is None:
             bar.set_description("tracing all of its blocks")
-            halves = _traced(shard(build(args.layers)), args, profile)
+            halves = _traced(build(args.layers), args, profile)
         bar.update()
         bar.set_description("planning")
         params: list[Any] = list(whole.parameters())
@@ -168,7 +167,7 @@ def plan_step(args: argparse.Namespace, profile: HardwareProfile, bar: tqdm) -> 
         plan = search(wanted, halves, state.resident_bytes, BLOCK.buckets(fqns), uses, parameters, kept)
     costs = costs_of(halves, state, profile, room(wanted, state.resident_bytes))
     step_s = predict(plan, costs, timelines(plan, halves)).step_s
-    tokens_per_s = args.ranks * args.batch * args.seq / step_s
+    tokens_per_s = args.ranks // args.tp * args.batch * args.seq / step_s
     peak = next((peak for name, peak in PEAK_FLOPS.items() if profile.name.startswith(name.lower())), None)
     bar.update()
     return Planned(plan, costs, tokens_per_s, flops * tokens_per_s / args.ranks / peak if flops and peak else None)
@@ -207,13 +206,6 @@ def _traced(model: nn.Module, args: argparse.Namespace, profile: HardwareProfile
     raise ValueError(f"--model {args.model}: its output needs no gradient")
 
 
-def _mesh(args: argparse.Namespace, profile: HardwareProfile) -> DeviceMesh:
-    if not args.hybrid:
-        return init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("shard",))
-    in_node = profile.network.ranks_per_node
-    return init_device_mesh("cpu", (args.ranks // in_node, in_node), mesh_dim_names=("replicate", "shard"))
-
-
 def _blocks(model: nn.Module) -> int:
     return 1 + max((number for fqn, _ in model.named_parameters() if (number := _number(fqn)) is not None), default=-1)
 
@@ -233,7 +225,7 @@ def _check(args: argparse.Namespace) -> HardwareProfile:
     """The profile that is meant."""
     if args.ranks is None:
         raise ValueError("--ranks: missing")
-    for name in ("ranks", "seq", "batch"):
+    for name in ("ranks", "tp", "seq", "batch"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name}: expected a positive number, found {getattr(args, name)}")
     if args.memory_budget is not None:
@@ -252,9 +244,7 @@ def _check(args: argparse.Namespace) -> HardwareProfile:
         profile = built_in(f"{args.profile}/{chosen}")
     if profile.network.ranks < args.ranks:
         raise ValueError(f"--ranks: {args.ranks}, but network {profile.network.name!r} has {profile.network.ranks}")
-    in_node = profile.network.ranks_per_node
-    if args.hybrid and (args.ranks % in_node or args.ranks <= in_node):
-        raise ValueError(f"--hybrid: {args.ranks} ranks are not several nodes of {in_node}")
+    check_meshes(args, profile.network.ranks_per_node)
     return profile
 
 
@@ -273,8 +263,9 @@ def _swept(texts: Sequence[str]) -> dict[str, list[int]]:
 
 def _heading(args: argparse.Namespace, profile: HardwareProfile, found: Planned) -> str:
     share = "" if found.mfu is None else f", MFU {found.mfu:.1%}"
+    parallel = f"a rank, {args.ranks} ranks" if args.tp == 1 else f"a group of {args.tp}, {args.ranks} ranks"
     return (
-        f"{args.model}, {args.batch} x {args.seq} tokens a rank, {args.ranks} ranks of {profile.name}, bf16: "
+        f"{args.model}, {args.batch} x {args.seq} tokens {parallel} of {profile.name}, bf16: "
         f"{found.tokens_per_s:,.0f} tokens/s in all, {found.tokens_per_s / args.ranks:,.0f} a rank{share}"
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=1, help="sequences a step")
     add("--layers", type=int, help="how many blocks, instead of the model's own number")
     add("--hybrid", action="store_true", help="shard inside a node, replicate over nodes")
+    add("--tp", type=int, default=1, help="neighbouring ranks that the model is tensor parallel over")
     add("--keep-unsharded", action="store_true", help="reshard_after_forward=False")
     add("--activation-checkpointing", default="none", choices=["none", "block", "selective"])
     add("--dtype", choices=["bf16", "fp32"], help="of compute and gathers (default: bf16 on cuda, fp32 on cpu)")
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Raises ``ValueError`` for what is wrong with the arguments, before anything is allocated."""
-    for name in ("ranks", "seq", "batch", "threads", "steps", "multiprocessors"):
+    for name in ("ranks", "tp", "seq", "batch", "threads", "steps", "multiprocessors"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name}: expected a positive number, found {getattr(args, name)}")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -66,6 +67,7 @@ def run(args: argparse.Namespace) -> None:
     chosen = _network(args)
     names = [_system("--plan", args.plan, PLANS), *(_system("--against", n, AGAINST) for n in _names(args.against))]
     names = ["inductor" if name == "none" else name for name in names]
+    check_meshes(args, chosen.ranks_per_node)
     build = model_factory(args)
     torch.set_num_threads(args.threads)
     torch._dynamo.config.recompile_limit = 64  # every system compiles the same forward
@@ -193,27 +195,57 @@ def model_factory(args: argparse.Namespace) -> Callable[[], nn.Module]:
     return factory
 
 
+def check_meshes(args: argparse.Namespace, ranks_per_node: int) -> None:
+    """Raises ``ValueError`` if ``args`` (``ranks``, ``tp``, ``hybrid``) do not deal the ranks evenly."""
+    if args.hybrid and (args.ranks % ranks_per_node or args.ranks <= ranks_per_node):
+        raise ValueError(f"--hybrid: {args.ranks} ranks are not several nodes of {ranks_per_node}")
+    among = ranks_per_node if args.hybrid else args.ranks
+    if among % args.tp or (args.tp > 1 and args.tp >= among):
+        raise ValueError(f"--tp: {among} ranks{' of a node' * args.hybrid} are not several groups of {args.tp}")
+
+
+def meshes(args: argparse.Namespace, device: str, ranks_per_node: int) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Of data parallelism, and of tensor parallelism if there is any."""
+    nodes = args.ranks // ranks_per_node if args.hybrid else 1
+    dims = {"replicate": nodes, "shard": args.ranks // nodes // args.tp, "tp": args.tp}
+    wanted = ["replicate"] * args.hybrid + ["shard"] + ["tp"] * (args.tp > 1)
+    mesh = init_device_mesh(device, tuple(dims[name] for name in wanted), mesh_dim_names=tuple(wanted))
+    if args.tp == 1:
+        return mesh, None
+    return mesh["replicate", "shard"] if args.hybrid else mesh["shard"], mesh["tp"]
+
+
+def parallelized(model: Any, mesh: DeviceMesh | None) -> nn.Module:
+    """``model`` tensor parallel over ``mesh``, as its own method ``parallelize(mesh)`` does it.
+
+    Raises:
+        ValueError: it has none, or that refuses.
+    """
+    if mesh is None:
+        return model
+    if not hasattr(model, "parallelize"):
+        raise ValueError(f"--tp: {type(model).__name__} has no method parallelize(mesh)")
+    try:
+        model.parallelize(mesh)
+    except ValueError as error:
+        raise ValueError(f"--tp: {error}") from error
+    return model
+
+
 def _workload(
     args: argparse.Namespace, build: Callable[[], nn.Module], chosen: Network, profile: HardwareProfile | None
 ) -> Workload:
-    shape: tuple[int, ...] = (args.ranks,)
-    names: tuple[str, ...] = ("shard",)
-    if args.hybrid:
-        nodes, rest = divmod(args.ranks, chosen.ranks_per_node)
-        if rest or nodes < 2:
-            raise ValueError(f"--hybrid: {args.ranks} ranks are not several nodes of {chosen.ranks_per_node}")
-        shape, names = (nodes, chosen.ranks_per_node), ("replicate", "shard")
-    mesh = init_device_mesh(args.device, shape, mesh_dim_names=names)
+    mesh, tp = meshes(args, args.device, chosen.ranks_per_node)
     dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtype == "bf16" else MixedPrecisionPolicy()
     with torch.device("meta"):
-        model = build()
+        model = parallelized(build(), tp)
     vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
     if vocab_size is None:
         raise ValueError(f"--model {args.model}: its config has no vocab_size, so nothing is known about its tokens")
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     parallelism = Parallelism(mesh, policy, not args.keep_unsharded, profile)
-    return Workload(build, args.batch, args.seq, vocab_size, device, parallelism)
+    return Workload(lambda: parallelized(build(), tp), args.batch, args.seq, vocab_size, device, parallelism)
 
 
 def _check_that_it_fits(name: str, workload: Workload) -> None:

@@ -282,9 +282,10 @@ def needed_bytes(workload: Workload, system: System) -> dict[str, int]:
     state = 0
     whole: dict[str | None, int] = {}
     for fqn, param in model.named_parameters():
-        rows, of_a_row = (param.shape[0], param[0].numel()) if param.ndim else (1, 1)
-        state += 4 * param.element_size() * -(-rows // shards) * of_a_row
-        whole[block_of(fqn)] = whole.get(block_of(fqn), 0) + param.numel() * compute.itemsize
+        there = _local(param)
+        rows, of_a_row = (there.shape[0], there[0].numel()) if there.ndim else (1, 1)
+        state += 4 * there.element_size() * -(-rows // shards) * of_a_row
+        whole[block_of(fqn)] = whole.get(block_of(fqn), 0) + there.numel() * compute.itemsize
     gathered = sum(sorted(whole.values())[-2:]) if system.sharded else 0
     return {"state": state, "whole": gathered, "saved": _saved_bytes(workload, compute)}
 

@@ -178,6 +178,23 @@ def test_collectives_that_are_no_parameters_take_their_time_and_memory() -> None
     assert [gather.fqn for gather in forward.gathers] == ["weight"]
 
 
+class TalksBetween(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x + 1
+        return F.linear(all_reduce(wide, "sum", [0, 1, 2, 3]) * 2 + wide, self.weight)
+
+
+def test_what_is_before_and_behind_a_collective_of_the_models_own_is_not_one_kernel() -> None:
+    forward, _ = halves(TalksBetween(), torch.ones(4, 8, requires_grad=True))
+    nbytes = 4 * 8 * 4
+    before, collective, behind = 2 * nbytes / 1000, 0.5 + 3.0 * (1 + nbytes / 100), 3 * nbytes / 1000
+    assert forward.seconds == pytest.approx((before + collective + behind, 2 * 4 * 8 * 8))
+
+
 def test_rows_that_do_not_divide_give_every_rank_the_same() -> None:
     from tests.ranks import fake_group
 

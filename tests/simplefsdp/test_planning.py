@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from simplefsdp import BucketPlan, cli, llama, rehearsal, simple_fsdp
@@ -20,11 +21,16 @@ def plan(monkeypatch: pytest.MonkeyPatch, *args: Any) -> None:
     cli.main()
 
 
-def compiled(folder: Path, **options: Any) -> BucketPlan:
+def compiled(folder: Path, tp: int = 1, **options: Any) -> BucketPlan:
     """What a compilation on CPU plans for the same model."""
     with rehearsal.world(8, "h100-1-node"):
         model = llama.build("debug", layers=8, max_seq_len=1024)
-        simple_fsdp(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        mesh = None
+        if tp > 1:
+            both = init_device_mesh("cpu", (8 // tp, tp), mesh_dim_names=("shard", "tp"))
+            model.parallelize(both["tp"])
+            mesh = both["shard"]
+        simple_fsdp(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         torch._dynamo.reset()
         chosen: Any = {"profile": "h100/h100-1-node", "report_dir": str(folder), "lower_with": "inductor", **options}
         tokens = torch.zeros((1, 128), dtype=torch.int64)
@@ -33,9 +39,9 @@ def compiled(folder: Path, **options: Any) -> BucketPlan:
     return BucketPlan.load(path)
 
 
-@pytest.mark.parametrize("options", [{}, {"plan": "block"}, {"memory_budget": "16MiB"}])
+@pytest.mark.parametrize("options", [{}, {"plan": "block"}, {"memory_budget": "16MiB"}, {"tp": 2}])
 def test_the_plan_is_that_of_the_compilation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     flags = [flag for name, value in options.items() for flag in (f"--{name.replace('_', '-')}", value)]
     plan(monkeypatch, *SMALL, "--layers", 8, *flags, "--out", tmp_path / "planned")

@@ -44,6 +44,12 @@ def branches(tp: DeviceMesh) -> nn.Module:
     return model
 
 
+def parallel_llama(tp: DeviceMesh) -> llama.Llama:
+    model = tiny_llama(layers=2)
+    model.parallelize(tp)
+    return model
+
+
 def mesh_of(*sizes: int) -> DeviceMesh:
     names = ("replicate", "shard", "tp") if len(sizes) == 3 else ("dp", "tp")
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
@@ -88,7 +94,7 @@ def test_a_sequence_parallel_llama_trains_bitwise_as_with_fsdp2(
 
 def _llama(policy: MixedPrecisionPolicy, lowering: str) -> None:
     mesh = mesh_of(2, 2)
-    reference, model = (llama.parallelize(tiny_llama(layers=2), mesh["tp"]) for _ in range(2))
+    reference, model = (parallel_llama(mesh["tp"]) for _ in range(2))
     fsdp2(reference, policy, mesh=mesh["dp"])
     simple_fsdp(model, mesh["dp"], mp_policy=policy)
     tolerance = (1e-3 if policy == FP32 else 2e-2) if lowering == "inductor" else 0.0
@@ -103,7 +109,7 @@ def test_it_trains_as_a_single_process(four_ranks: Ranks) -> None:
 def _single() -> None:
     mesh = mesh_of(2, 2)
     plain = tiny_llama(layers=2)
-    model = simple_fsdp(llama.parallelize(tiny_llama(layers=2), mesh["tp"]), mesh["dp"])
+    model = simple_fsdp(parallel_llama(mesh["tp"]), mesh["dp"])
     forward = lowered(model, "aot_eager")
     for step in range(2):
         batches = [batch(step, rank) for rank in range(2)]
@@ -142,7 +148,7 @@ def test_its_own_collectives_are_left_where_they_are(plan: str) -> None:
     with rehearsal.world(8, PROFILE.network):
         mesh = mesh_of(4, 2)
         groups = {name: mesh[name].get_group().group_name for name in ("dp", "tp")}
-        model = simple_fsdp(llama.parallelize(tiny_llama(layers=2), mesh["tp"]), mesh["dp"])
+        model = simple_fsdp(parallel_llama(mesh["tp"]), mesh["dp"])
         captured = capture(model, *batch(0, 0), plan=plan, profile=PROFILE)
 
     def those_of(graph: Any, group: str) -> list[Any]:
@@ -169,7 +175,7 @@ def test_what_is_replicated_and_summed_by_both_is_not_taken_for_one() -> None:
     with rehearsal.world(8, PROFILE.network):
         mesh = mesh_of(4, 2)
         tp = mesh["tp"].get_group().group_name
-        model = simple_fsdp(llama.parallelize(tiny_llama(layers=2), mesh["tp"]), mesh["dp"], mode="replicate")
+        model = simple_fsdp(parallel_llama(mesh["tp"]), mesh["dp"], mode="replicate")
         backward = capture(model, *batch(0, 0), plan="block").backward
     own = [node for node in backward.nodes if is_collective(node) and node.args[-1] == tp]
     assert len([node for node in own if "all_reduce" in str(node.target)]) >= 5
@@ -181,7 +187,7 @@ def test_what_is_replicated_and_summed_by_both_is_not_taken_for_one() -> None:
 def test_full_weights_are_freed_between_forward_and_backward() -> None:
     with rehearsal.world(8, PROFILE.network):
         mesh = mesh_of(4, 2)
-        model = simple_fsdp(llama.parallelize(tiny_llama(layers=2), mesh["tp"]), mesh["dp"])
+        model = simple_fsdp(parallel_llama(mesh["tp"]), mesh["dp"])
         sizes = {param.numel() // 2 for param in model.parameters() if param.ndim == 2}
         saved: list[int] = []
         original = recompute._pack
@@ -209,14 +215,15 @@ def _load() -> None:
     plain = tiny_llama(layers=2)
     torch.manual_seed(1)
     plain.reset_parameters()
-    model = simple_fsdp(llama.parallelize(tiny_llama(layers=2), mesh["tp"]), mesh["dp"])
+    model = simple_fsdp(parallel_llama(mesh["tp"]), mesh["dp"])
     model.load_state_dict(plain.state_dict())
     expected = plain.state_dict()
     for name, param in model.named_parameters():
         assert torch.equal(whole(param), expected[name]), name
     with torch.device("meta"):
         model = tiny_llama(layers=2)
-    simple_fsdp(llama.parallelize(model, mesh["tp"]), mesh["dp"]).to_empty(device="cpu")
+    model.parallelize(mesh["tp"])
+    simple_fsdp(model, mesh["dp"]).to_empty(device="cpu")
     torch.manual_seed(1)
     with sharded_init():
         model.reset_parameters()
@@ -240,7 +247,7 @@ def test_what_does_not_fit_together_is_named() -> None:
     with pytest.raises(ValueError, match="no sibling of simple_fsdp's mesh"):
         simple_fsdp(model)
     with pytest.raises(ValueError, match="kv_heads = 2 cannot be dealt evenly to 4 ranks"):
-        llama.parallelize(tiny_llama(), init_device_mesh("cpu", (4,)))
+        tiny_llama().parallelize(init_device_mesh("cpu", (4,)))
     names = [name for name, _ in model.named_parameters()]
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     simple_fsdp(model, mesh["dp"])
