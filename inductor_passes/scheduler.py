@@ -88,19 +88,10 @@ def _watch(record: _KeptRecord, ordered: Sequence[Any]) -> None:
 
 
 def moved(before: Sequence[Any], after: Sequence[Any]) -> list[str]:
-    """The collectives and waits that are not where they were, among themselves or among kernels of compute."""
+    """The collectives and waits that are not where they were among the kernels of compute."""
     steps = {kernel.get_name(): node for kernel in before if (node := _step(kernel.node))}
-    names = [[name for kernel in kernels if (name := kernel.get_name()) in steps] for kernels in (before, after)]
-    if names[0] != names[1]:
-        pair = next(pair for pair in zip(*names, strict=False) if pair[0] != pair[1])
-        alone = [name for name in pair if _without(names[0], name) == _without(names[1], name)]
-        return [_name(steps[max(alone or pair[:1], key=lambda name: steps[name].target is WAIT)])]
     places = [_places(kernels, steps) for kernels in (before, after)]
-    return [_name(node) for name, node in steps.items() if places[0][name] != places[1][name]]
-
-
-def _without(names: Sequence[str], name: str) -> list[str]:
-    return [other for other in names if other != name]
+    return [_name(node) for name, node in steps.items() if places[0][name] != places[1].get(name)]
 
 
 def _places(kernels: Sequence[Any], steps: Mapping[str, Node]) -> dict[str, int]:
