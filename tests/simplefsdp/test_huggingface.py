@@ -23,6 +23,10 @@ SMALL = {
 }
 CONFIGS: dict[str, Any] = {
     "Llama, tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "Qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=4, tie_word_embeddings=True),
+    "Mixtral": lambda: transformers.MixtralConfig(
+        **SMALL, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.0, tie_word_embeddings=True
+    ),
     "GPT-2": lambda: transformers.GPT2Config(
         n_embd=16, n_layer=2, n_head=4, n_positions=32, vocab_size=31, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     ),
