@@ -11,7 +11,8 @@ from .api import simple_fsdp
 from .clip import clip_grad_norm_
 from .hardware import HardwareProfile
 from .initialization import sharded_init
-from .measurement import Measurement, measure
+from .measurement import Measurement
+from .measuring import measure
 from .parametrization import register_fsdp_forward_method
 from .plan import BucketPlan
 from .wrap import manual_plan

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .explain import Explanation
+from .explanation import Explanation
 from .plan import span
 
 _COLORS = {

@@ -27,7 +27,7 @@ from ._messages import unknown
 from .api import simple_fsdp
 from .backend import Traced, trace_only
 from .devices import DEVICES, built_in, smallest_network
-from .explain import Explanation, explain
+from .explanation import Explanation, explain
 from .hardware import NETWORKS, HardwareProfile, load_profile
 from .plan import BucketPlan, Uses
 from .prediction import Costs, costs_of, predict, state_of, timelines

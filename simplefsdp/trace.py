@@ -6,12 +6,11 @@ Chrome's trace event format: complete events (``"X"``), counters (``"C"``) and n
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from inductor_passes.timeline import Half, Span, Timeline
 
-if TYPE_CHECKING:
-    from .measurement import Run  # which imports this module
+from .measurement import Run
 
 _COMPUTE = 0
 """The first track; process groups have the following ones."""
@@ -42,7 +41,7 @@ def trace(halves: Sequence[Half], timelines: Sequence[Timeline], resident: int =
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1) + "\n"
 
 
-def with_measured(predicted: str, runs: Sequence["Run"]) -> str:
+def with_measured(predicted: str, runs: Sequence[Run]) -> str:
     """JSON of ``trace`` with what happened beside it, from when the first graph began: collectives in tracks of their
     process groups, and in the track ``waits`` what was waited for each, as ``exposed``."""
     content = json.loads(predicted)

@@ -14,6 +14,7 @@ from torch._inductor.utils import fresh_cache
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import inductor_passes
+from inductor_passes import report, scheduler
 from simplefsdp import BucketPlan, backend, manual_plan, plan, simple_fsdp, wrap
 from simplefsdp.backend import passes_for
 from simplefsdp.options import Options, parse_options
@@ -177,6 +178,19 @@ def test_a_change_of_the_source_is_another_cache_key(monkeypatch):
         backend._source_hash.cache_clear()
     passes = Path(inductor_passes.__path__[0]).glob("*.py")
     assert {str(path) for path in passes} | {backend.__file__, plan.__file__, wrap.__file__} <= set(hashed)
+
+
+@one_of_four
+def test_without_a_report_nothing_is_written_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_args: object) -> None:
+        raise AssertionError("for a report that nobody asked for")
+
+    for module, name in ((report, "render"), (report, "running_code"), (scheduler, "render_kernels")):
+        monkeypatch.setattr(module, name, never)
+    with fresh_cache():
+        torch._dynamo.reset()
+        compiled = torch.compile(simple_fsdp(tiny_llama(layers=1)), backend="simplefsdp", options={"plan": "block"})
+        compiled(*batch(0, 0)).backward()
 
 
 @one_of_four

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from inductor_passes.order import Bucket
 from inductor_passes.timeline import Gather, Half, Kind
 from simplefsdp import BucketPlan, cli
-from simplefsdp.explain import Explanation, explain, read
+from simplefsdp.explain import read
+from simplefsdp.explanation import Explanation, explain
 from simplefsdp.prediction import Costs
 from tests.inductor_passes.chains import halves
 from tests.simplefsdp.test_search import planned

@@ -18,8 +18,10 @@ from torch import nn
 
 from inductor_passes.record import Issued, Record
 from simplefsdp import BucketPlan, Measurement, cli, measure, rehearsal, simple_fsdp
-from simplefsdp.explain import Explanation, read
-from simplefsdp.measurement import Event, Run, runs_of, seen_in
+from simplefsdp.explain import read
+from simplefsdp.explanation import Explanation
+from simplefsdp.measurement import Run
+from simplefsdp.measuring import Event, runs_of, seen_in
 from tests.models import batch, tiny_llama
 from tests.ranks import Ranks
 from tests.simplefsdp.test_search import PROFILE
