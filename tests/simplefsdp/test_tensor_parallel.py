@@ -146,6 +146,26 @@ def _uneven(sizes: tuple[int, ...], lowering: str) -> None:
     equal_to(reference, model, lowered(model, lowering, fullgraph=True), vectors, rank)
 
 
+@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+def test_gradients_are_added_up_without_communication_over_the_data_parallel_ranks(
+    four_ranks: Ranks, lowering: str
+) -> None:
+    four_ranks.run(_accumulate, lowering)
+
+
+def _accumulate(lowering: str) -> None:
+    mesh = mesh_of(2, 2)
+    models: list[Any] = [parallel_llama(mesh["tp"]) for _ in range(2)]
+    fsdp2(models[0], FP32, mesh=mesh["dp"])
+    simple_fsdp(models[1], mesh["dp"])
+    for model, forward in zip(models, (models[0], lowered(models[1], lowering)), strict=True):
+        for step in range(3):
+            model.set_requires_gradient_sync(step == 2)
+            forward(*batch(step, mesh["dp"].get_local_rank())).backward()
+    for param, other in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(param.grad.to_local(), other.grad.to_local())
+
+
 @pytest.mark.parametrize("plan", ["block", "auto"])
 def test_its_own_collectives_are_left_where_they_are(plan: str) -> None:
     with rehearsal.world(8, PROFILE.network):
