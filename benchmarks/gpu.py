@@ -29,6 +29,7 @@ class Scenario(NamedTuple):
     ranks: int
     network: str
     seq: int = 8192
+    tp: int = 1
 
 
 SCENARIOS = {
@@ -36,6 +37,7 @@ SCENARIOS = {
     "8b-8": Scenario("llama3-8b", (8, 16), 8, "h100-1-node"),
     "8b-128": Scenario("llama3-8b", (8, 16), 128, "h100-16-nodes"),
     "70b-64": Scenario("llama3-70b", (8, 16), 64, "h100-8-nodes"),
+    "70b-64-tp8": Scenario("llama3-70b", (8, 16), 64, "h100-8-nodes", tp=8),
     "smoke": Scenario("llama3-debug", (1, 2), 8, "h100-1-node", seq=64),
 }
 
@@ -45,6 +47,7 @@ def rehearse(scenario: Scenario, layers: int, steps: int) -> dict[str, Any]:
         "model": scenario.model,
         "layers": layers,
         "ranks": scenario.ranks,
+        "tp": scenario.tp,
         "network": scenario.network,
         "seq": scenario.seq,
         "steps": steps,

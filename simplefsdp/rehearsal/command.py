@@ -134,9 +134,10 @@ def table(results: list[Result]) -> str:
 
 def _heading(args: argparse.Namespace, chosen: Network) -> str:
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, {args.threads} threads"
+    parallel = f", tensor parallel over {args.tp}" if args.tp > 1 else ""
     return (
-        f"{args.model}, {args.batch} x {args.seq} tokens, as rank {args.rank} of {args.ranks} on {chosen.name} "
-        f"({device}, torch {torch.__version__}); times in ms, medians of {args.steps}\n"
+        f"{args.model}, {args.batch} x {args.seq} tokens, as rank {args.rank} of {args.ranks} on {chosen.name}"
+        f"{parallel} ({device}, torch {torch.__version__}); times in ms, medians of {args.steps}\n"
         "exposed: communication that the step waited for; L1: no schedule can be faster; L2: this one without losses"
     )
 
@@ -245,7 +246,7 @@ def _workload(
         raise ValueError(f"--model {args.model}: its config has no vocab_size, so nothing is known about its tokens")
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     parallelism = Parallelism(mesh, policy, not args.keep_unsharded, profile)
-    return Workload(lambda: parallelized(build(), tp), args.batch, args.seq, vocab_size, device, parallelism)
+    return Workload(lambda: parallelized(build(), tp), args.batch, args.seq, vocab_size, device, parallelism, args.tp)
 
 
 def _check_that_it_fits(name: str, workload: Workload) -> None:

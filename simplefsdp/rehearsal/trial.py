@@ -35,6 +35,8 @@ class Workload:
     vocab_size: int
     device: torch.device
     parallelism: Parallelism
+    tensor_parallel: int = 1
+    """Devices that work on the same tokens."""
 
     def tokens(self, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(step)
@@ -171,7 +173,7 @@ def _result(trial: Trial, network: Network, real: Sequence[Step], free: Sequence
         exposed = max(0.0, seconds - free_s)
     else:
         exposed = statistics.median(sum(c.blocked for c in step.collectives) for step in real)
-    tokens = workload.batch * workload.seq
+    tokens = workload.batch * workload.seq / workload.tensor_parallel
     return Result(
         system=trial.name,
         step_s=seconds,

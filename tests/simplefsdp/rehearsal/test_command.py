@@ -56,9 +56,28 @@ def test_the_table_and_other_models(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert out.count("| inductor |") == 1
 
 
+def test_a_tensor_parallel_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = f"--seq 8 --steps 1 --ranks 8 --tp 2 {FAST} --plan none --layers 1 --json"
+    rehearse(f"--model llama3-debug {arguments}", monkeypatch)
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert result["tokens_per_s"] == pytest.approx(8 / 2 / result["step_s"]), "two devices have the same tokens"
+    config = llama.CONFIGS["debug"]
+    every = sum(param.numel() for param in llama.build("debug", layers=1).parameters())
+    norms = 3 * config.dim  # whole on both
+    rope = 2 * config.max_seq_len * config.head_dim // 2
+    assert result["resident_bytes"]["parameters"] == 4 * (((every - norms) / 2 + norms) / 4 + rope)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (f"{TINY} {FAST} --ranks 4 --tp 3", "--tp: 4 ranks are not several groups of 3"),
+        (f"{TINY} {FAST} --ranks 4 --tp 4", "--tp: 4 ranks are not several groups of 4"),
+        (f"{TINY} {FAST} --ranks 4 --tp 2", r"--tp: Named has no method parallelize\(mesh\)"),
+        (
+            f"--model llama3-debug {FAST} --ranks 16 --tp 8",
+            "--tp: mesh: kv_heads = 4 cannot be dealt evenly to 8 ranks",
+        ),
         (f"{TINY} {FAST} --ranks 0", "--ranks: expected a positive number, found 0"),
         (f"{TINY} {FAST} --ranks 4 --rank 4", "rank 4 is outside of a world of 4"),
         (f"{TINY} {FAST} --ranks 4 --batch -1", "--batch: expected a positive number, found -1"),
