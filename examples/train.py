@@ -15,20 +15,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from simplefsdp import llama, simple_fsdp
+from simplefsdp import clip_grad_norm_, llama, simple_fsdp
 
-from . import data
+from . import checkpoints, data
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -36,8 +32,9 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", choices=llama.CONFIGS, default="debug", help="shape of the model (vocabulary: 256 bytes)")
     add("--data", metavar="PATH_OR_GLOB", help="text to train on (default: Python's standard library)")
-    add("--out", type=Path, default=Path("out/train"), help="folder for metrics.jsonl and the checkpoint")
-    add("--resume", type=Path, metavar="CHECKPOINT", help="continue from this checkpoint")
+    add("--out", type=Path, default=Path("out/train"), help="folder for metrics.jsonl and checkpoints")
+    add("--resume", metavar="CHECKPOINT", help="continue from this one; 'newest': from the latest in --out, if any")
+    add("--checkpoint-every", type=int, metavar="STEPS", help="save every so many steps (default: at the end)")
     add("--steps", type=int, default=300, help="number of the last step")
     add("--batch-size", type=int, default=8, help="sequences per rank and step")
     add("--seq-len", type=int, default=256, help="bytes per sequence")
@@ -53,8 +50,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--report-dir", help="where the backend writes its graphs")
     add("--sample", type=int, default=200, help="bytes of text to generate at the end")
     args = parser.parse_args()
-    if args.resume and not args.resume.is_dir():
+    if args.resume not in (None, "newest") and not Path(args.resume).is_dir():
         parser.error(f"--resume {args.resume}: no such checkpoint")
+    if args.checkpoint_every is not None and args.checkpoint_every < 1:
+        parser.error(f"--checkpoint-every {args.checkpoint_every}: expected a positive number")
     return args
 
 
@@ -78,7 +77,8 @@ def main() -> None:
     options = {"plan": args.plan, "lower_with": args.lower_with, "report_dir": args.report_dir}
     compiled = torch.compile(model, backend="simplefsdp", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    first_step = load_checkpoint(args.resume, model, optimizer) if args.resume else 0
+    resumed = checkpoints.newest(args.out) if args.resume == "newest" else args.resume and Path(args.resume)
+    first_step = checkpoints.load(resumed, model, optimizer) if resumed else 0
 
     log = Log(args.out, first_step, args.steps)
     log.print(
@@ -92,17 +92,18 @@ def main() -> None:
             group["lr"] = learning_rate(step, args)
         loss = compiled(tokens, targets)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        norm = clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         optimizer.zero_grad()
         log.step(step, mean_over_ranks(loss), norm, learning_rate(step, args), time.perf_counter() - started, tokens)
+        if args.checkpoint_every and (step + 1) % args.checkpoint_every == 0:
+            checkpoints.save(args.out, model, optimizer, step + 1)
     log.close()
 
     model.eval()
     log.print(f"validation loss {validate(compiled, held_out, args, device):.3f}")
     log.print("sample:", *sample(compiled, args, device).splitlines(), sep="\n    ")
-    checkpoint = args.out / f"checkpoint_{args.steps}"
-    save_checkpoint(checkpoint, model, optimizer, args.steps)
+    checkpoint = checkpoints.save(args.out, model, optimizer, args.steps)
     log.print(f"checkpoint in {checkpoint}; to train on from it:\n    {resume_line(checkpoint, args)}")
     dist.destroy_process_group()
 
@@ -157,19 +158,6 @@ def sample(model: Callable[..., Tensor], args: argparse.Namespace, device: torch
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def save_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state, "step": step}, checkpoint_id=path)
-
-
-def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    return state["step"]
-
-
 def resume_line(checkpoint: Path, args: argparse.Namespace) -> str:
     """A command that takes the run on for as many steps again."""
     python = os.path.relpath(sys.executable)
@@ -185,7 +173,10 @@ class Log:
         self.rank = dist.get_rank()
         if self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            self.file = (folder / "metrics.jsonl").open("a" if first_step else "w")
+            path = folder / "metrics.jsonl"
+            before = path.read_text().splitlines(keepends=True) if first_step and path.exists() else []
+            self.file = path.open("w", buffering=1)
+            self.file.writelines(before[:first_step])  # what came after the checkpoint comes again
             self.bar = tqdm(initial=first_step, total=steps, unit="step", dynamic_ncols=True)
 
     def print(self, *values: object, sep: str = " ") -> None:
@@ -193,7 +184,6 @@ class Log:
             tqdm.write(sep.join(map(str, values)), file=sys.stdout)
 
     def step(self, step: int, loss: float, norm: Tensor, lr: float, seconds: float, tokens: Tensor) -> None:
-        norm_value = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()  # a collective: on all ranks
         if self.rank != 0:
             return
         tokens_per_s = tokens.numel() * dist.get_world_size() / seconds
@@ -201,7 +191,7 @@ class Log:
         metrics = {
             "step": step,
             "loss": loss,
-            "grad_norm": norm_value,
+            "grad_norm": norm.item(),
             "lr": lr,
             "step_s": seconds,
             "tokens_per_s": tokens_per_s,

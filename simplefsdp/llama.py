@@ -167,11 +167,13 @@ class Llama(nn.Module):
             return logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    def parallelize(self, mesh: DeviceMesh) -> None:
+    def parallelize(self, mesh: DeviceMesh, loss_parallel: bool = False) -> None:
         """Make it tensor and sequence parallel over the 1-D ``mesh``, in place; before ``simple_fsdp`` over the others.
 
         Each rank computes some of the heads, of the feed-forward's channels and of the vocabulary, and between them,
-        where norms and residuals are, a part of the sequence. Inputs and outputs are whole.
+        where norms and residuals are, a part of the sequence. Inputs and outputs are whole; with ``loss_parallel`` the
+        logits are a ``DTensor`` of which each rank has some words, for a loss (and its backward) inside of
+        ``torch.distributed.tensor.parallel.loss_parallel()``: whole logits are then nowhere.
 
         Raises:
             ValueError: heads, channels or words cannot be dealt evenly.
@@ -203,7 +205,11 @@ class Llama(nn.Module):
         ends: dict[str, ParallelStyle] = {
             "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=part),
             "norm": SequenceParallel(),
-            "output": ColwiseParallel(input_layouts=part, output_layouts=whole),
+            "output": ColwiseParallel(
+                input_layouts=part,
+                output_layouts=Shard(-1) if loss_parallel else whole,
+                use_local_output=not loss_parallel,
+            ),
         }
         parallelize_module(self, mesh, ends)
         for layer in self.layers:

@@ -1,10 +1,13 @@
 """The trainer, as a user starts it: on two ranks through torchrun."""
 
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,7 @@ LAUNCH = [
     "-m",
     "examples.train",
 ]
-SMALL = ["--batch-size", "2", "--seq-len", "32", "--sample", "5"]
+SMALL = ["--batch-size", "2", "--seq-len", "32", "--sample", "0", "--lower-with", "aot_eager"]
 
 
 def train(*flags: str, launch: list[str] = LAUNCH) -> str:
@@ -40,10 +43,10 @@ def losses(folder: Path) -> list[float]:
 
 def test_the_line_that_a_run_prints_resumes_it_bitwise(tmp_path):
     # Within the warm-up the learning rate does not depend on the number of steps.
-    flags = [*SMALL, "--warmup", "100", "--lower-with", "aot_eager"]
+    flags = [*SMALL, "--warmup", "100"]
     train(*flags, "--steps", "6", "--out", str(tmp_path / "whole"))
-    report = tmp_path / "report"
-    printed = train(*flags, "--steps", "3", "--out", str(tmp_path / "parts"), "--report-dir", str(report))
+    flags += ["--out", str(tmp_path / "parts"), "--sample", "5", "--report-dir", str(report := tmp_path / "report")]
+    printed = train(*flags, "--steps", "3")
     assert (report / "graph_0_0" / "09_backward_after_bucket.txt").exists()
     assert re.search(r"^validation loss \d+\.\d{3}$", printed, re.MULTILINE)
     assert re.search(r"^sample:\n +def ", printed, re.MULTILINE)
@@ -56,8 +59,8 @@ def test_the_line_that_a_run_prints_resumes_it_bitwise(tmp_path):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--mixed-precision", "bf16", "--activation-checkpointing", "selective", "--lower-with", "aot_eager"],
-        ["--lower-with", "aot_eager", "--activation-checkpointing", "block", "--keep-unsharded", "--plan", "none"],
+        ["--mixed-precision", "bf16", "--activation-checkpointing", "selective"],
+        ["--activation-checkpointing", "block", "--keep-unsharded", "--plan", "none"],
     ],
 )
 def test_options_learn_a_repetitive_text(tmp_path, flags):
@@ -69,6 +72,51 @@ def test_options_learn_a_repetitive_text(tmp_path, flags):
     found = re.search(r"^validation loss (\S+)$", printed, re.MULTILINE)
     assert found
     assert float(found[1]) < 2.5
+
+
+def test_a_run_of_which_a_rank_is_killed_goes_on_from_its_last_checkpoint(tmp_path):
+    """Bitwise as if it had never stopped; then, when all of it is killed, on fewer ranks."""
+    flags = [*SMALL, "--warmup", "1000", "--checkpoint-every", "5", "--resume", "newest"]
+    train(*flags, "--steps", "40", "--out", str(tmp_path / "whole"))
+    out = tmp_path / "killed"
+    launch = [*LAUNCH[:-2], "--max-restarts", "1", *LAUNCH[-2:], *flags, "--out", str(out)]
+    run = subprocess.Popen([*launch, "--steps", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        steps_of(run, out, 12)
+        *_, last = ranks = children(run.pid)
+        os.kill(last, signal.SIGKILL)
+        steps_of(run, out, 10, fewer=True)
+        steps_of(run, out, 40)
+        assert set(children(run.pid)).isdisjoint(ranks)
+    finally:
+        for pid in (*children(run.pid), run.pid):
+            os.kill(pid, signal.SIGKILL)
+        run.communicate()
+    until = len(losses(out))
+    assert losses(out)[:40] == losses(tmp_path / "whole")
+    alone = [each if each != "2" else "1" for each in LAUNCH]
+    printed = train(*flags, "--steps", str(until + 5), "--out", str(out), launch=alone)
+    assert "on 1 ranks" in printed
+    after = losses(out)
+    assert len(after) == until + 5
+    assert sum(after[until:]) / 5 < after[0] - 0.5
+
+
+def steps_of(run: subprocess.Popen[str], folder: Path, number: int, fewer: bool = False) -> None:
+    """Wait until the run has logged so many steps, or no more than that."""
+    deadline = time.monotonic() + 200
+    while True:
+        logged = folder / "metrics.jsonl"
+        found = len(logged.read_text().splitlines()) if logged.exists() else 0
+        if found <= number if fewer else found >= number:
+            return
+        assert run.poll() is None, run.communicate()[1][-3000:]
+        assert time.monotonic() < deadline, f"{found} steps"
+        time.sleep(0.01)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_the_default_text_is_python_and_none_of_it_is_in_both_parts():

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from inductor_passes._compat import REDUCES_IN_OWN_DTYPE
 from inductor_passes.collectives import MARK
@@ -45,9 +45,9 @@ def branches(tp: DeviceMesh) -> nn.Module:
     return model
 
 
-def parallel_llama(tp: DeviceMesh) -> llama.Llama:
+def parallel_llama(tp: DeviceMesh, loss_parallel: bool = False) -> llama.Llama:
     model = tiny_llama(layers=2)
-    model.parallelize(tp)
+    model.parallelize(tp, loss_parallel)
     return model
 
 
@@ -103,6 +103,41 @@ def _llama(policy: MixedPrecisionPolicy, lowering: str) -> None:
     tolerance = 0.0 if bitwise else 1e-3 if policy == FP32 else 2e-2
     forward = lowered(model, lowering, fullgraph=True)
     equal_to(reference, model, forward, batch, mesh["dp"].get_local_rank(), tolerance)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_a_loss_by_parts_of_the_vocabulary_trains_bitwise_as_with_fsdp2(four_ranks: Ranks, lowering: str) -> None:
+    """Inside of the model, and so of the graph."""
+    four_ranks.run(_loss_parallel, lowering)
+
+
+def _loss_parallel(lowering: str) -> None:
+    mesh = mesh_of(2, 2)
+    reference, model = (parallel_llama(mesh["tp"], loss_parallel=True) for _ in range(2))
+    fsdp2(reference, FP32, mesh=mesh["dp"])
+    simple_fsdp(model, mesh["dp"])
+    forward = lowered(model, lowering, fullgraph=True)
+    with loss_parallel():
+        equal_to(
+            reference, model, forward, batch, mesh["dp"].get_local_rank(), tolerance=1e-3 * (lowering == "inductor")
+        )
+    (logits,) = {model(*batch(0, 0)[:1]).placements}
+    assert logits == (Shard(2),)
+
+
+def test_no_rank_has_whole_logits_where_the_loss_is_parallel() -> None:
+    with rehearsal.world(8, PROFILE.network), loss_parallel():
+        mesh = mesh_of(4, 2)
+        shapes = {}
+        for parts in (False, True):
+            model = simple_fsdp(parallel_llama(mesh["tp"], parts), mesh["dp"])
+            joint = capture(model, *batch(0, 0), plan="block").joint
+            shapes[parts] = {
+                tuple(node.meta["val"].shape) for node in joint.nodes if hasattr(node.meta.get("val"), "shape")
+            }
+    assert (32, 30) in shapes[False]
+    assert (32, 30) not in shapes[True]
+    assert (32, 15) in shapes[True]
 
 
 def test_it_trains_as_a_single_process(four_ranks: Ranks) -> None:

@@ -1,0 +1,56 @@
+"""Checkpoints that survive whatever stops a run, through ``torch.distributed.checkpoint``."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Path:
+    """Write ``folder/checkpoint_STEP``. It has that name once all of it is written, so that a run that is killed
+    meanwhile leaves the checkpoints before it as they were."""
+    path, part = folder / f"checkpoint_{step}", folder / "checkpoint.part"
+    if _rank() == 0:
+        shutil.rmtree(part, ignore_errors=True)
+    _wait_for_all()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state, "step": step}, checkpoint_id=part)
+    if _rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)  # of an earlier run
+        part.rename(path)
+    _wait_for_all()
+    return path
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Read what any number of ranks has saved; the step to go on with."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return state["step"]
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint of the latest step, as rank 0 sees the folder."""
+    found: list[Path | None] = [None]
+    if _rank() == 0:
+        numbered = [(int(number), path) for path in folder.glob("checkpoint_*") if (number := path.name[11:]).isdigit()]
+        found = [max(numbered)[1] if numbered else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    return found[0]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _wait_for_all() -> None:
+    if dist.is_initialized():
+        dist.barrier()
