@@ -1,6 +1,8 @@
 """Real ranks for tests: processes with a gloo group that live as long as a test module."""
 
 import os
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,6 +15,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 DEADLINE_S = 240
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(command: list[str]) -> str:
+    """What it prints."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 class Ranks:

@@ -6,32 +6,20 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from examples import data
+from tests.ranks import TORCHRUN, run
 
-LAUNCH = [
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc-per-node",
-    "2",
-    "-m",
-    "examples.train",
-]
+LAUNCH = [*TORCHRUN, "-m", "examples.train"]
 SMALL = ["--batch-size", "2", "--seq-len", "32", "--sample", "0", "--lower-with", "aot_eager"]
 
 
 def train(*flags: str, launch: list[str] = LAUNCH) -> str:
-    """What a run prints."""
-    done = subprocess.run([*launch, *flags], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run([*launch, *flags])
 
 
 def losses(folder: Path) -> list[float]:
@@ -80,18 +68,18 @@ def test_a_run_of_which_a_rank_is_killed_goes_on_from_its_last_checkpoint(tmp_pa
     train(*flags, "--steps", "40", "--out", str(tmp_path / "whole"))
     out = tmp_path / "killed"
     launch = [*LAUNCH[:-2], "--max-restarts", "1", *LAUNCH[-2:], *flags, "--out", str(out)]
-    run = subprocess.Popen([*launch, "--steps", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    job = subprocess.Popen([*launch, "--steps", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        steps_of(run, out, 12)
-        *_, last = ranks = children(run.pid)
+        steps_of(job, out, 12)
+        *_, last = ranks = children(job.pid)
         os.kill(last, signal.SIGKILL)
-        steps_of(run, out, 10, fewer=True)
-        steps_of(run, out, 40)
-        assert set(children(run.pid)).isdisjoint(ranks)
+        steps_of(job, out, 10, fewer=True)
+        steps_of(job, out, 40)
+        assert set(children(job.pid)).isdisjoint(ranks)
     finally:
-        for pid in (*children(run.pid), run.pid):
+        for pid in (*children(job.pid), job.pid):
             os.kill(pid, signal.SIGKILL)
-        run.communicate()
+        job.communicate()
     until = len(losses(out))
     assert losses(out)[:40] == losses(tmp_path / "whole")
     alone = [each if each != "2" else "1" for each in LAUNCH]
@@ -102,7 +90,7 @@ def test_a_run_of_which_a_rank_is_killed_goes_on_from_its_last_checkpoint(tmp_pa
     assert sum(after[until:]) / 5 < after[0] - 0.5
 
 
-def steps_of(run: subprocess.Popen[str], folder: Path, number: int, fewer: bool = False) -> None:
+def steps_of(job: subprocess.Popen[str], folder: Path, number: int, fewer: bool = False) -> None:
     """Wait until the run has logged so many steps, or no more than that."""
     deadline = time.monotonic() + 200
     while True:
@@ -110,7 +98,7 @@ def steps_of(run: subprocess.Popen[str], folder: Path, number: int, fewer: bool 
         found = len(logged.read_text().splitlines()) if logged.exists() else 0
         if found <= number if fewer else found >= number:
             return
-        assert run.poll() is None, run.communicate()[1][-3000:]
+        assert job.poll() is None, job.communicate()[1][-3000:]
         assert time.monotonic() < deadline, f"{found} steps"
         time.sleep(0.01)
 
