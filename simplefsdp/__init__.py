@@ -13,6 +13,7 @@ from .hardware import HardwareProfile
 from .initialization import sharded_init
 from .measurement import Measurement
 from .measuring import measure
+from .optimizers import step_on_shards
 from .parametrization import register_fsdp_forward_method
 from .plan import BucketPlan
 from .wrap import manual_plan
@@ -27,4 +28,5 @@ __all__ = [
     "register_fsdp_forward_method",
     "sharded_init",
     "simple_fsdp",
+    "step_on_shards",
 ]

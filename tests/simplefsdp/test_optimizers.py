@@ -1,5 +1,6 @@
 """Optimizers on shards, loss scaling, autocast, and an optimizer built too early."""
 
+import copy
 import functools
 from typing import Any
 
@@ -8,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from simplefsdp import simple_fsdp
+from simplefsdp import simple_fsdp, step_on_shards
+from simplefsdp.optimizers import _ELEMENTWISE
 from tests import zoo
 from tests.compare import assert_same, lowered, same_steps, vectors
 from tests.ranks import Ranks
@@ -20,6 +23,7 @@ OPTIMIZERS: dict[str, Any] = {
     "AdamW foreach": functools.partial(AdamW, foreach=True),
     "AdamW loop": functools.partial(AdamW, foreach=False),
     "SGD foreach": functools.partial(SGD, momentum=0.9, foreach=True),
+    "AdamW fused, on shards": lambda *args, **kwargs: step_on_shards(AdamW(*args, fused=True, **kwargs)),
 }
 
 
@@ -31,10 +35,85 @@ def test_optimizers_on_uneven_and_empty_shards(four_ranks: Ranks, optimizer: str
 
 def _optimizer(optimizer: str, lowering: str) -> None:
     # 6 rows on 4 ranks are 2, 2, 2 and 0, one row is 1, 0, 0 and 0
-    def build() -> nn.Module:
-        return nn.Sequential(zoo.build("tied"), zoo.PARAMETERS["fewer rows than ranks"](), zoo.PARAMETERS["0-dim"]())
+    same_steps(uneven, lowering, optimizer=OPTIMIZERS[optimizer], tolerance=1e-4)
 
-    same_steps(build, lowering, optimizer=OPTIMIZERS[optimizer], tolerance=1e-4)
+
+def uneven() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(zoo.build("tied"), zoo.PARAMETERS["fewer rows than ranks"](), zoo.PARAMETERS["0-dim"]())
+
+
+def same_state(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
+    """Values, and where those that are a ``DTensor`` are."""
+    for one, other in zip(*(optimizer.param_groups[0]["params"] for optimizer in (found, expected)), strict=True):
+        ours, theirs = found.state[one], expected.state[other]
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert type(ours[key]) is type(value)
+            torch.testing.assert_close(ours[key], value, rtol=0, atol=0)
+            if isinstance(value, DTensor):
+                assert (ours[key].placements, ours[key].shape) == (value.placements, value.shape)
+
+
+CASES: list[tuple[Any, dict[str, Any]]] = [
+    *((kind, {"foreach": foreach}) for kind in _ELEMENTWISE for foreach in (False, True)),
+    (torch.optim.Adam, {"fused": True}),
+    (AdamW, {"fused": True}),
+    (AdamW, {}),
+]
+
+
+def test_steps_on_shards_are_bitwise_those_on_dtensors(four_ranks: Ranks) -> None:
+    four_ranks.run(_on_shards)
+
+
+def _on_shards() -> None:
+    for kind, options in CASES:
+        more = {"momentum": 0.9} if kind in (SGD, torch.optim.RMSprop) else {}
+        models = [uneven() for _ in range(2)]
+        for model in models:
+            simple_fsdp(model, ignored_params=[model[2].weight])
+        plain, ours = (kind(model.parameters(), lr=0.1, **options, **more) for model in models)
+        assert step_on_shards(ours) is ours
+        schedulers = [torch.optim.lr_scheduler.LinearLR(optimizer) for optimizer in (plain, ours)]
+        for step in range(3):
+            if step == 2:  # as from a checkpoint
+                ours.load_state_dict(copy.deepcopy(plain.state_dict()))
+            for model in models:
+                for i, param in enumerate(model.parameters()):
+                    value = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + i))
+                    if isinstance(param, DTensor):
+                        value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+                    param.grad = None if i == 1 and step == 0 else value
+            for each in (plain, ours, *schedulers):
+                each.step()
+            for found, expected in zip(*(list(model.parameters()) for model in models), strict=True):
+                assert type(found) is type(expected)
+                for a, b in ((found, expected), (found.grad, expected.grad)):
+                    torch.testing.assert_close(a, b, rtol=0, atol=0)
+            same_state(ours, plain)
+
+
+def test_what_step_on_shards_does_not_take() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(TypeError, match=r"optimizer: expected one of Adadelta, .*, found LBFGS"):
+        step_on_shards(torch.optim.LBFGS([weight]))
+    with pytest.raises(ValueError, match=r"closure: step_on_shards\(\) takes none"):
+        step_on_shards(SGD([weight])).step(lambda: 0.0)
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_a_step_that_fails_leaves_the_parameters_where_they_were() -> None:
+    model = simple_fsdp(nn.Linear(8, 8))
+    optimizer = step_on_shards(AdamW(model.parameters(), betas=(0.9, 0.9)))
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    before = optimizer.state[model.weight]["exp_avg"]
+    optimizer.param_groups[0]["betas"] = None
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert optimizer.param_groups[0]["params"][0] is model.weight
+    assert optimizer.state[model.weight]["exp_avg"] is before
 
 
 @pytest.mark.parametrize("optimizer", [SGD, functools.partial(AdamW, fused=True), AdamW])

@@ -1,0 +1,100 @@
+"""Optimizers that take their step on this rank's shards as plain tensors."""
+
+import types
+from collections import defaultdict
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from inductor_passes._compat import dtensor
+
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
+_ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.SGD,
+)
+"""Those in which no value depends on another one."""
+
+
+def step_on_shards(optimizer: Optimizer) -> Optimizer:
+    """Let ``optimizer.step()`` compute on this rank's shards as plain tensors, and return ``optimizer``.
+
+    ::
+
+        optimizer = step_on_shards(torch.optim.AdamW(model.parameters(), fused=True))
+
+    The values are the same, to the bit; what is saved is the time that the host takes to call each operator on a
+    ``DTensor``, and on GPUs ``foreach`` becomes the default, as it is for plain tensors. Parameters, gradients and the
+    optimizer's state remain the ``DTensor`` that they are between steps, so nothing changes for checkpoints, clipping,
+    schedulers or a ``GradScaler``.
+
+    Raises:
+        TypeError: ``optimizer`` is none of torch's elementwise ones (Adadelta, Adagrad, Adam, Adamax, AdamW, RAdam,
+            RMSprop, SGD): what others do to a part may not be what they do to the whole.
+        ValueError (by ``step``): a closure is given.
+    """
+    if not isinstance(optimizer, _ELEMENTWISE):
+        names = ", ".join(each.__name__ for each in _ELEMENTWISE)
+        raise TypeError(f"optimizer: expected one of {names}, found {type(optimizer).__name__}")
+    optimizer.step = types.MethodType(_step, optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+def _step(self: torch.optim.Optimizer, closure: Any = None) -> None:
+    if closure is not None:
+        raise ValueError("closure: step_on_shards() takes none; compute the gradients before step()")
+    whole, state = [group["params"] for group in self.param_groups], self.state
+    shards = [[_shard(param) for param in params] for params in whole]
+    pairs = [pair for params in zip(whole, shards, strict=True) for pair in zip(*params, strict=True)]
+    self.state = defaultdict(dict)
+    for param, shard in pairs:
+        if param in state:
+            self.state[shard] = {key: _local(value) for key, value in state[param].items()}
+    try:
+        for group, params in zip(self.param_groups, shards, strict=True):
+            group["params"] = params
+        type(self).step(self)
+    finally:
+        stepped, self.state = self.state, state
+        for group, params in zip(self.param_groups, whole, strict=True):
+            group["params"] = params
+        for param, shard in pairs:
+            if shard in stepped:
+                state[param] = _of(param, stepped[shard], state[param])
+
+
+def _shard(param: Tensor) -> Tensor:
+    """The same memory, with this rank's part of the gradient."""
+    if not isinstance(param, DTensor):
+        return param
+    shard = param._local_tensor.detach()
+    shard.grad = _local(param.grad)
+    return shard
+
+
+def _local(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _of(param: Tensor, local: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """The state of a shard as that of the parameter."""
+    if not isinstance(param, DTensor):
+        return local
+    found = {}
+    for key, value in local.items():
+        if _local(before.get(key)) is value:
+            found[key] = before[key]
+        elif isinstance(value, Tensor) and key != "step":
+            found[key] = dtensor(value, param.device_mesh, param.placements, param.shape)
+        else:
+            found[key] = value
+    return found
