@@ -8,12 +8,15 @@ RANKS ?= 2
 ARGS ?=
 INSTALLED = $(VENV)/.installed
 
-.PHONY: train test lint bench clean
+.PHONY: train test test-all lint bench clean
 
 train: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) -m examples.train $(ARGS)
 
 test: $(INSTALLED)
+	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(INSTALLED)
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 lint: $(INSTALLED)

@@ -14,6 +14,14 @@ _cache = tempfile.TemporaryDirectory()
 os.environ["XDG_CACHE_HOME"] = _cache.name
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Cases that have TorchInductor compile with g++ are slow."""
+    for item in items:
+        case = getattr(item, "callspec", None)
+        if case and "inductor" in case.params.values():
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Ranks]:
     ranks = Ranks(2)

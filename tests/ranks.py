@@ -1,5 +1,6 @@
 """Real ranks for tests: processes with a gloo group that live as long as a test module."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -15,6 +16,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 DEADLINE_S = 240
+METHOD = "forkserver"
+"""Processes start from one that has imported what all need, and done nothing with it."""
+multiprocessing.set_forkserver_preload(["simplefsdp", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -33,7 +37,7 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context(METHOD)
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []

@@ -31,6 +31,7 @@ def small(tied: bool) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+@pytest.mark.slow
 def test_a_local_model_is_trained_and_saved(tmp_path: Path) -> None:
     model, trained = tmp_path / "model", tmp_path / "trained"
     torch.manual_seed(1)

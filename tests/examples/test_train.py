@@ -29,6 +29,7 @@ def losses(folder: Path) -> list[float]:
     return [m["loss"] for m in metrics]
 
 
+@pytest.mark.slow
 def test_the_line_that_a_run_prints_resumes_it_bitwise(tmp_path):
     # Within the warm-up the learning rate does not depend on the number of steps.
     flags = [*SMALL, "--warmup", "100"]
@@ -51,6 +52,7 @@ def test_the_line_that_a_run_prints_resumes_it_bitwise(tmp_path):
         ["--activation-checkpointing", "block", "--keep-unsharded", "--plan", "none"],
     ],
 )
+@pytest.mark.slow
 def test_options_learn_a_repetitive_text(tmp_path, flags):
     text = tmp_path / "text"
     text.write_bytes(b"abcdefgh" * 500)
@@ -62,6 +64,7 @@ def test_options_learn_a_repetitive_text(tmp_path, flags):
     assert float(found[1]) < 2.5
 
 
+@pytest.mark.slow
 def test_a_run_of_which_a_rank_is_killed_goes_on_from_its_last_checkpoint(tmp_path):
     """Bitwise as if it had never stopped; then, when all of it is killed, on fewer ranks."""
     flags = [*SMALL, "--warmup", "1000", "--checkpoint-every", "5", "--resume", "newest"]

@@ -469,6 +469,7 @@ wait 0.weight""",
 
 
 @pytest.mark.usefixtures("one_of_four")
+@pytest.mark.slow
 def test_the_code_that_inductor_generates_has_the_order_of_the_graph():
     model = simple_fsdp(tiny_llama(layers=3))
     captured = capture(model, *batch(0, 0), plan="block")

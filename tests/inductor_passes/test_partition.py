@@ -84,6 +84,7 @@ def test_ranks_issue_the_same_collectives_in_the_same_order(plan, partitioner):
     assert others == [first] * 3
 
 
+@pytest.mark.slow
 def test_inductor_generates_the_same_sequence_on_every_rank():
     def sequence(model):
         torch._dynamo.reset()

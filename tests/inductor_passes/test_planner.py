@@ -148,6 +148,7 @@ def test_what_is_proposed_is_never_faster(half: Half, spare: int, random: Random
 
 @given(halves(gathers=8, reductions=8))
 @settings(max_examples=60, deadline=None)
+@pytest.mark.slow
 def test_tolerance_gives_no_more_time_than_it_says_and_takes_no_more_memory(half: Half) -> None:
     exact, lean = auto(half), auto(half, tolerance=0.05)
     assert exact is not None

@@ -42,11 +42,11 @@ def renamed(fqn: str, block: int) -> str:
 @pytest.mark.parametrize(
     ("model", "reshard"),
     [
-        ({}, True),
-        ({}, False),
         ({"activation_checkpointing": "block"}, True),
-        ({"activation_checkpointing": "selective"}, True),
-        ({"tie_embeddings": True}, True),
+        pytest.param({}, True, marks=pytest.mark.slow),
+        pytest.param({}, False, marks=pytest.mark.slow),
+        pytest.param({"activation_checkpointing": "selective"}, True, marks=pytest.mark.slow),
+        pytest.param({"tie_embeddings": True}, True, marks=pytest.mark.slow),
     ],
 )
 def test_a_few_blocks_repeated_are_many(model: dict[str, Any], reshard: bool) -> None:

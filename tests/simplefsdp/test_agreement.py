@@ -88,6 +88,7 @@ def _hybrid() -> str:
     return said
 
 
+@pytest.mark.slow
 def test_a_warm_rank_and_a_cold_one_compare_too() -> None:
     """The pairs of processes after the first: rank 0 starts from the cache, rank 1 compiles."""
     with tempfile.TemporaryDirectory() as warm, tempfile.TemporaryDirectory() as cold:

@@ -194,6 +194,7 @@ def test_without_a_report_nothing_is_written_as_text(monkeypatch: pytest.MonkeyP
 
 
 @one_of_four
+@pytest.mark.slow
 def test_a_report_shows_each_graph_before_and_after_each_pass_also_from_a_warm_cache(tmp_path):
     model = simple_fsdp(tiny_llama(layers=1))
     counters = torch._dynamo.utils.counters["aot_autograd"]

@@ -15,6 +15,7 @@ from simplefsdp import calibrate, cli, simple_fsdp
 from simplefsdp.hardware import load_profile, network
 from simplefsdp.prediction import Prediction
 from tests.models import batch, tiny_llama
+from tests.ranks import METHOD
 from tests.simplefsdp.test_search import PROFILE
 
 
@@ -84,11 +85,12 @@ def _as_torchrun_would(rank: int, cache: str, port: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_network_is_measured_and_auto_finds_the_profile(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    mp.spawn(_as_torchrun_would, (str(tmp_path), port), nprocs=2)
+    mp.start_processes(_as_torchrun_would, (str(tmp_path), port), nprocs=2, start_method=METHOD)
     (path,) = (tmp_path / "simplefsdp").iterdir()
     assert path.name.endswith("2-ranks.json")
     profile = load_profile(path)

@@ -78,6 +78,7 @@ def _by_itself(options: dict[str, Any]) -> None:
     assert counts == [(PARAMETERS - 1, 0), (PARAMETERS - 1, PARAMETERS - 1), (PARAMETERS - 1, 0)]
 
 
+@pytest.mark.slow
 def test_switching_resharding_holds_with_a_warm_cache() -> None:
     """The second pair of processes finds the first one's artifacts of both settings, and must not mix them up."""
     with tempfile.TemporaryDirectory() as cache:
@@ -179,7 +180,7 @@ def _graph_breaks(options: dict[str, Any]) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("options", [AOT_EAGER, INDUCTOR])
+@pytest.mark.parametrize("options", [AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.slow)])
 def test_evaluation_other_batch_sizes_and_growing_lengths(two_ranks: Ranks, options: dict[str, Any]) -> None:
     two_ranks.run(_shapes, options)
 

@@ -56,7 +56,15 @@ def same_bits_as_fsdp2(
 
 
 @pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
-@pytest.mark.parametrize(("policy", "factor"), [(FP32, 2.0), (BF16, None), (FP16, None), (BF16, 3.0)])
+@pytest.mark.parametrize(
+    ("policy", "factor"),
+    [
+        (FP32, 2.0),
+        (BF16, None),
+        pytest.param(FP16, None, marks=pytest.mark.slow),
+        pytest.param(BF16, 3.0, marks=pytest.mark.slow),
+    ],
+)
 def test_hybrid_shard_is_bitwise_fsdp2(
     four_ranks: Ranks, lowering: str, policy: MixedPrecisionPolicy, factor: float | None
 ) -> None:
@@ -139,6 +147,7 @@ def test_reductions_of_other_modes_are_bucketed_too(mode: str) -> None:
         assert (wait.target, wait.all_input_nodes[0].target) == (graphs.WAIT, graphs.REDUCE_SCATTER)
 
 
+@pytest.mark.slow
 def test_shards_along_any_dim_train_as_along_the_first(four_ranks: Ranks) -> None:
     four_ranks.run(_placements)
 

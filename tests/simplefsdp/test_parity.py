@@ -83,7 +83,7 @@ def _saved(folder: str) -> None:
         _ours(POLICIES["bf16"], {"lower_with": "aot_eager", "plan": path}, {"ffn_dim": 52}, 1)
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_training_on_four_uneven_ranks_with_block_buckets_is_bitwise_fsdp2(four_ranks: Ranks, policy: str) -> None:
     # 9 rows on 4 ranks are 3, 3, 3 and 0
     four_ranks.run(_bitwise, policy, {"lower_with": "aot_eager", "plan": "block"}, {"ffn_dim": 9})
@@ -114,6 +114,7 @@ def test_inductor_stays_within_its_tolerance_of_fsdp2(two_ranks: Ranks) -> None:
     two_ranks.run(_inductor_close, {})
 
 
+@pytest.mark.slow
 def test_inductor_on_empty_shards_stays_within_its_tolerance_of_fsdp2(four_ranks: Ranks) -> None:
     four_ranks.run(_inductor_close, {"ffn_dim": 9, "layers": 1})
 

@@ -39,7 +39,13 @@ def compiled(folder: Path, tp: int = 1, **options: Any) -> BucketPlan:
     return BucketPlan.load(path)
 
 
-@pytest.mark.parametrize("options", [{}, {"plan": "block"}, {"memory_budget": "16MiB"}, {"tp": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp": 2},
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"plan": "block"}, {"memory_budget": "16MiB"})),
+    ],
+)
 def test_the_plan_is_that_of_the_compilation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -68,6 +74,7 @@ def test_it_says_what_a_step_takes_and_saves_a_report(
     assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "costs.json", "prediction.json", "timeline.json"}
 
 
+@pytest.mark.slow
 def test_a_sweep_is_a_table_and_a_plot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from torch import nn
@@ -105,6 +106,7 @@ def _trains(model: Model) -> None:
     same_steps(model.build, model.lowering, wrap=model.shard, tolerance=1e-4)
 
 
+@pytest.mark.slow
 def test_random_models_train_as_in_a_single_process(two_ranks: Ranks) -> None:
     @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(models)

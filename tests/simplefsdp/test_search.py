@@ -131,6 +131,7 @@ def test_auto_knows_of_block_and_greedy_and_gives_time_for_memory_without_a_budg
 
 
 @pytest.mark.usefixtures("one_of_four")
+@pytest.mark.slow
 def test_the_planner_keeps_what_it_is_left_to_decide_as_the_budget_allows(tmp_path: Path) -> None:
     def again(plan: BucketPlan) -> set[str]:
         return {fqn for bucket in plan.backward for fqn in bucket.fqns}
@@ -154,6 +155,7 @@ def test_the_planner_keeps_what_it_is_left_to_decide_as_the_budget_allows(tmp_pa
 
 
 @pytest.mark.usefixtures("one_of_four")
+@pytest.mark.slow
 def test_without_a_budget_the_memory_of_a_gpu_is_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,6 +177,7 @@ def test_without_a_budget_the_memory_of_a_gpu_is_the_limit(
 
 
 @pytest.mark.usefixtures("one_of_four")
+@pytest.mark.slow
 def test_what_is_left_to_a_planner_is_as_a_saved_plan_has_it_and_else_resharded(tmp_path: Path) -> None:
     whole = planned(tmp_path / "free", reshard="auto")
     assert planned(tmp_path / "saved", whole, reshard="auto") == whole
@@ -265,6 +268,7 @@ def test_bytes_are_numbers_with_units(value: Any, nbytes: int) -> None:
 
 
 @pytest.mark.usefixtures("one_of_four")
+@pytest.mark.slow
 def test_hybrid_shards_and_weights_that_are_kept_are_planned_too() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     choices: list[tuple[dict[str, Any], bool]] = [

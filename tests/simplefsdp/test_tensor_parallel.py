@@ -140,6 +140,7 @@ def test_no_rank_has_whole_logits_where_the_loss_is_parallel() -> None:
     assert (32, 15) in shapes[True]
 
 
+@pytest.mark.slow
 def test_it_trains_as_a_single_process(four_ranks: Ranks) -> None:
     four_ranks.run(_single)
 

@@ -94,8 +94,8 @@ def a_little_earlier(kernels: list[Any]) -> list[Any]:
     ("move", "named"),
     [
         (earlier, "the wait for all_gather_into_tensor of "),
-        (a_little_earlier, "the wait for "),
-        (lambda kernels: kernels, ""),
+        pytest.param(a_little_earlier, "the wait for ", marks=pytest.mark.slow),
+        pytest.param(lambda kernels: kernels, "", marks=pytest.mark.slow),
     ],
 )
 def test_a_pass_that_moves_a_wait_afterwards_is_noticed(

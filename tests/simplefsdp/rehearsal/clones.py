@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from tests.ranks import METHOD
+
 
 class ClonesGroup(dist.ProcessGroup):
     """What FSDP2 and DDP ask for, with data that went through gloo; not asynchronous."""
@@ -96,7 +98,7 @@ class _Done(dist._Work):
 
 def run_as_clones(fn: Callable[[], Any], rank: int, size: int, folder: Path) -> Any:
     """``fn()`` in ``size`` processes that are all rank ``rank``; what the first of them returned."""
-    mp.start_processes(_run, (fn, rank, size, folder), nprocs=size, start_method="spawn")
+    mp.start_processes(_run, (fn, rank, size, folder), nprocs=size, start_method=METHOD)
     return torch.load(folder / "result")
 
 

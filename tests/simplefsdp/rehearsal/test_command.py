@@ -23,6 +23,7 @@ def rehearse(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cli.main()
 
 
+@pytest.mark.slow
 def test_every_system_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
