@@ -10,6 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from simplefsdp.checkpoints import StrictLoadPlanner
+
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Path:
     """Write ``folder/checkpoint_STEP``. It has that name once all of it is written, so that a run that is killed
@@ -28,10 +30,11 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step:
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Read what any number of ranks has saved; the step to go on with."""
+    """Read what any number of ranks has saved; the step to go on with. Of another model nothing is loaded, and all that
+    differs is said."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path, planner=StrictLoadPlanner())
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     return state["step"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from inductor_passes._compat import dtensor
+from inductor_passes._compat import dtensor, inside_torch_compile, skip_code
 
 from . import recompute
 from .sharding import ShardedParameter, all_reduce_max, reduce, reduced_in
@@ -34,6 +34,7 @@ class Controls:
 
     def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
         """Whether full weights are dropped after forward. Compiled code is compiled again for it."""
+        _check_outside("set_reshard_after_forward")
         _change(self, reshard_after_forward=_check_bool("reshard_after_forward", reshard_after_forward))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -41,6 +42,7 @@ class Controls:
 
         Compiled code is compiled again for it.
         """
+        _check_outside("set_gradient_divide_factor")
         _change(self, divide_factor=check_divide_factor("factor", factor))
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
@@ -52,6 +54,7 @@ class Controls:
         ``param.grad``; what a forward before that call still owes is reduced in its backward. Compiled code is compiled
         once for each setting.
         """
+        _check_outside("set_requires_gradient_sync")
         _check_bool("requires_gradient_sync", requires_gradient_sync)
         found = _sharded(self)
         recompute.release([each.param for each in found])
@@ -67,6 +70,20 @@ class Controls:
                 _add_reduced(each.param, each.info, full)
             stand.grad = None
             stand.register_post_accumulate_grad_hook(functools.partial(_reduce_late, each.param, each.info))
+
+
+def _check_outside(method: str) -> None:
+    if inside_torch_compile():
+        raise RuntimeError(f"{method}() was called inside torch.compile; call it between calls of what is compiled")
+
+
+# Dynamo would trace them, and where it gives up run them by half.
+for _method in (
+    Controls.set_reshard_after_forward,
+    Controls.set_gradient_divide_factor,
+    Controls.set_requires_gradient_sync,
+):
+    skip_code(_method.__code__)
 
 
 @dataclass(frozen=True)

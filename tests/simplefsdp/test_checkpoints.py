@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from simplefsdp import simple_fsdp
+from simplefsdp.checkpoints import StrictLoadPlanner
 from tests import zoo
 from tests.compare import lowered, vectors, whole
 from tests.models import tiny_llama
@@ -214,6 +215,40 @@ def _whole(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_of_four")
+def test_all_that_does_not_fit_is_listed_and_nothing_is_loaded(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_does_not_fit, tmp_path)
+
+
+def _does_not_fit(folder: Path) -> None:
+    def state(*layers: tuple[int, int]) -> dict[str, Any]:
+        model = nn.Sequential(*(nn.Linear(*sizes) for sizes in layers))
+        for param in model.parameters():
+            nn.init.constant_(param, len(layers))
+        return {"model": simple_fsdp(model).state_dict(), "step": 7}
+
+    dcp.save(state((6, 8), (8, 6), (6, 4)) | {"scheduler": 1}, checkpoint_id=folder)
+    here = state((6, 8), (8, 8))
+    with pytest.raises(dcp.api.CheckpointException) as error:
+        dcp.load(here, checkpoint_id=folder, planner=StrictLoadPlanner())
+    expected = [
+        "model.1.weight: (6, 8) in the checkpoint, (8, 8) here",
+        "model.1.bias: (6,) in the checkpoint, (8,) here",
+        "model.2.weight: not here",
+        "model.2.bias: not here",
+    ]
+    for rank in range(2):
+        assert str(error.value.failures[rank][0]) == "the checkpoint does not fit:\n  " + "\n  ".join(expected)
+    assert all((param.to_local() == 2).all() for param in here["model"].values())
+    more = state((6, 8), (8, 6), (6, 4), (4, 4))
+    with pytest.raises(
+        dcp.api.CheckpointException, match=r"model.3.weight: not in the checkpoint\n  model.3.bias: not in"
+    ):
+        dcp.load(more, checkpoint_id=folder, planner=StrictLoadPlanner())
+    fits = state((6, 8), (8, 6), (6, 4)) | {"step": 0}
+    dcp.load(fits, checkpoint_id=folder, planner=StrictLoadPlanner())
+    assert fits["step"] == 7
+
+
 def test_however_it_is_compiled_the_keys_are_the_same() -> None:
     model, optimizer = model_of(simple_fsdp)
     keys = list(model.state_dict())

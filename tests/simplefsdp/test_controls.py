@@ -68,6 +68,26 @@ def test_bad_settings_are_named() -> None:
         model.set_reshard_after_forward(2)
 
 
+@pytest.mark.usefixtures("one_of_four")
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize(
+    ("method", "value"),
+    [("set_requires_gradient_sync", False), ("set_reshard_after_forward", False), ("set_gradient_divide_factor", 2.0)],
+)
+def test_nothing_is_changed_inside_of_what_is_compiled(method: str, value: Any, fullgraph: bool) -> None:
+    model = simple_fsdp(nn.Linear(6, 6))
+
+    @torch.compile(backend="simplefsdp", options={"lower_with": "aot_eager"}, fullgraph=fullgraph)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        getattr(model, method)(value)
+        return model(x)
+
+    with pytest.raises(Exception, match=rf"{method}\(\) was called inside torch.compile"):
+        step(torch.ones(2, 6))
+    model(torch.ones(2, 6)).sum().backward()
+    assert model.weight.grad is not None
+
+
 @one_of_four
 def test_a_models_own_methods_are_not_covered() -> None:
     class Own(nn.Linear):
