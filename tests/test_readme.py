@@ -39,7 +39,7 @@ def test_every_command_is_a_target():
 def test_every_row_of_the_table_names_tests_that_exist():
     tests = set(re.findall(r"def (test_\w+)", "".join(p.read_text() for p in (ROOT / "tests").rglob("test_*.py"))))
     table = README.split("## What works today")[1].split("## Coming from FSDP2")[0]
-    rows = [line for line in table.splitlines() if line.startswith("|")][2:]
+    rows = [line for line in table.splitlines() if line.startswith("|") and not line.startswith(("| |", "|---"))]
     assert len(rows) > 10
     for row in rows:
         state, shown_by = row.strip("|").split("|")[-2:]
