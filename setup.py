@@ -17,7 +17,18 @@ setup(
     extras_require={
         "report": _REPORT,
         "torchtitan": ["torchtitan==0.3.0", "triton"],  # one more system for benchmarks/overlap.py
-        "dev": [*_REPORT, "transformers", "pytest", "hypothesis", "expecttest", "ruff", "mypy", "types-tqdm"],
+        "dev": [
+            *_REPORT,
+            "transformers",
+            "accelerate",
+            "lightning",
+            "pytest",
+            "hypothesis",
+            "expecttest",
+            "ruff",
+            "mypy",
+            "types-tqdm",
+        ],
     },
     entry_points={
         "console_scripts": ["simplefsdp = simplefsdp.cli:main"],

@@ -13,6 +13,7 @@ from tests.ranks import TORCHRUN, run
 pytest.importorskip("accelerate")
 
 
+@pytest.mark.slow
 def test_accelerate_trains_and_resumes_as_a_single_process_trains(tmp_path: Path) -> None:
     found = []
     for steps in (3, 6):  # the second goes on from what the first has saved

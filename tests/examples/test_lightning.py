@@ -13,6 +13,7 @@ from tests.ranks import TORCHRUN, run
 pytest.importorskip("lightning")
 
 
+@pytest.mark.slow
 def test_lightning_trains_and_resumes_as_a_single_process_trains(tmp_path: Path) -> None:
     """A checkpoint of one file a rank is read, one of a single file written."""
     flags = [*FLAGS, "--sequences", "24", "--out", str(tmp_path)]
