@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.ranks import TORCHRUN
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("torchtitan")
 pytest.importorskip("tyro")  # a torchtitan without what it needs
 
