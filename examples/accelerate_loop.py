@@ -7,6 +7,7 @@ optimizer save what rank 0 holds. Hooks make both part of its checkpoints.
 """
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,12 @@ def main() -> None:
             optimizer.zero_grad()
             mean = accelerator.reduce(loss.detach(), "mean")
             accelerator.print(f"step {scheduler.last_epoch} loss {mean:.5f} norm {norm:.5f}")
-    accelerator.save_state(str(args.out))
+    part = args.out.with_name(args.out.name + ".part")
+    accelerator.save_state(str(part))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        shutil.rmtree(args.out, ignore_errors=True)
+        part.rename(args.out)  # whole, or not there
     accelerator.end_training()
 
 

@@ -16,15 +16,18 @@ from simplefsdp.checkpoints import StrictLoadPlanner
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Path:
     """Write ``folder/checkpoint_STEP``. It has that name once all of it is written, so that a run that is killed
     meanwhile leaves the checkpoints before it as they were."""
-    path, part = folder / f"checkpoint_{step}", folder / "checkpoint.part"
+    path, part, old = (folder / f"checkpoint{end}" for end in (f"_{step}", ".part", ".old"))
     if _rank() == 0:
         shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
     _wait_for_all()
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state, "step": step}, checkpoint_id=part)
     if _rank() == 0:
-        shutil.rmtree(path, ignore_errors=True)  # of an earlier run
+        if path.exists():  # of an earlier run
+            path.rename(old)
         part.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
     _wait_for_all()
     return path
 

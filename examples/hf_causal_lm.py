@@ -8,7 +8,6 @@ drawn. ``--out`` becomes such a folder too.
 
 import argparse
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +74,15 @@ def main() -> None:
     if whole is not None:
         whole.load_state_dict(state)
         whole.save_pretrained(args.out)
-        for file in args.model.glob("tokenizer*"):
-            shutil.copy(file, args.out)
+        if (tokenizer := tokenizer_of(args.model)) is not None:
+            tokenizer.save_pretrained(args.out)
         print(f"losses {' '.join(f'{loss:.3f}' for loss in losses[:1] + losses[-1:])}; saved in {args.out}")
     dist.destroy_process_group()
 
 
 def load_whole(path: Path) -> Any:
     """The model on CPU, its weights from ``path`` if there are any."""
-    if any(path.glob("*.safetensors")):
+    if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
 
@@ -106,12 +105,18 @@ def shard(args: argparse.Namespace, whole: nn.Module | None, device: torch.devic
     return model.train()
 
 
+def tokenizer_of(path: Path) -> Any:
+    """``None`` if there is none."""
+    if not any(file for kind in ("tokenizer*", "vocab*", "*.model") for file in path.glob(kind)):
+        return None
+    return AutoTokenizer.from_pretrained(path)
+
+
 def tokens_of(args: argparse.Namespace) -> Tensor:
     """The text by the model's tokenizer, or byte by byte if it has none."""
     text, _ = data.load(args.data, args.seq_len)
-    if not any(args.model.glob("tokenizer*")):
+    if (tokenizer := tokenizer_of(args.model)) is None:
         return text
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
     return torch.tensor(tokenizer(bytes(text.tolist()).decode(errors="replace"))["input_ids"])
 
 

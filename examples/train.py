@@ -79,6 +79,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     resumed = checkpoints.newest(args.out) if args.resume == "newest" else args.resume and Path(args.resume)
     first_step = checkpoints.load(resumed, model, optimizer) if resumed else 0
+    if first_step > args.steps:
+        raise SystemExit(f"--steps {args.steps}: {resumed} is of step {first_step} already")
 
     log = Log(args.out, first_step, args.steps)
     log.print(
@@ -103,7 +105,9 @@ def main() -> None:
     model.eval()
     log.print(f"validation loss {validate(compiled, held_out, args, device):.3f}")
     log.print("sample:", *sample(compiled, args, device).splitlines(), sep="\n    ")
-    checkpoint = checkpoints.save(args.out, model, optimizer, args.steps)
+    checkpoint = args.out / f"checkpoint_{args.steps}"
+    if first_step == args.steps or not args.checkpoint_every or args.steps % args.checkpoint_every:
+        checkpoints.save(args.out, model, optimizer, args.steps)
     log.print(f"checkpoint in {checkpoint}; to train on from it:\n    {resume_line(checkpoint, args)}")
     dist.destroy_process_group()
 
@@ -173,10 +177,14 @@ class Log:
         self.rank = dist.get_rank()
         if self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            path = folder / "metrics.jsonl"
+            path, part = folder / "metrics.jsonl", folder / "metrics.part"
             before = path.read_text().splitlines(keepends=True) if first_step and path.exists() else []
-            self.file = path.open("w", buffering=1)
-            self.file.writelines(before[:first_step])  # what came after the checkpoint comes again
+            # What came after the checkpoint comes again; the last line may not be whole.
+            part.write_text(
+                "".join(line for line in before if line.endswith("\n") and json.loads(line)["step"] < first_step)
+            )
+            part.replace(path)
+            self.file = path.open("a", buffering=1)
             self.bar = tqdm(initial=first_step, total=steps, unit="step", dynamic_ncols=True)
 
     def print(self, *values: object, sep: str = " ") -> None:

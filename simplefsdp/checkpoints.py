@@ -1,5 +1,7 @@
 """Loading a checkpoint that does not fit: what differs, all of it, before anything is read."""
 
+from dataclasses import replace
+
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -11,8 +13,8 @@ class StrictLoadPlanner(DefaultLoadPlanner):
     those of the checkpoint.
 
     Torch's planner names the first that differs, and takes no notice of what only the checkpoint has. Of that, this one
-    lists what is under the same first name as something in ``state``: with ``{"model": ...}`` all other parameters that
-    were saved as ``"model"``, but not what was saved as ``"optimizer"``.
+    lists what is under the same first name as something in any rank's ``state``: with ``{"model": ...}`` all other
+    parameters that were saved as ``"model"``, but not what was saved as ``"optimizer"``.
 
     Raises:
         CheckpointException (by ``load``, on every rank): there are differences; nothing was read.
@@ -28,8 +30,16 @@ class StrictLoadPlanner(DefaultLoadPlanner):
                 wrong.append(f"{name}: not in the checkpoint")
             elif isinstance(value, Tensor) and isinstance(there, TensorStorageMetadata) and there.size != value.shape:
                 wrong.append(f"{name}: {tuple(there.size)} in the checkpoint, {tuple(value.shape)} here")
-        first = {name.split(".")[0] for name in self.state_dict}
-        wrong += [f"{name}: not here" for name in saved if name not in self.state_dict and name.split(".")[0] in first]
-        if wrong:
-            raise ValueError("the checkpoint does not fit:\n  " + "\n  ".join(wrong))
-        return super().create_local_plan()
+        plan = LoadPlan([]) if wrong else super().create_local_plan()
+        return replace(plan, planner_data=(wrong, list(self.state_dict)))
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        assert self.metadata is not None
+        wrong = dict.fromkeys(line for plan in global_plan for line in plan.planner_data[0])
+        here = {name for plan in global_plan for name in plan.planner_data[1]}
+        first = {name.split(".")[0] for name in here}
+        saved = self.metadata.state_dict_metadata
+        more = [f"{name}: not here" for name in saved if name not in here and name.split(".")[0] in first]
+        if wrong or more:
+            raise ValueError("the checkpoint does not fit:\n  " + "\n  ".join([*wrong, *more]))
+        return super().create_global_plan(global_plan)

@@ -32,20 +32,22 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
 
         optimizer = step_on_shards(torch.optim.AdamW(model.parameters(), fused=True))
 
-    The values are the same, to the bit; what is saved is the time that the host takes to call each operator on a
-    ``DTensor``, and on GPUs ``foreach`` becomes the default, as it is for plain tensors. Parameters, gradients and the
-    optimizer's state remain the ``DTensor`` that they are between steps, so nothing changes for checkpoints, clipping,
-    schedulers or a ``GradScaler``.
+    With the same ``fused`` or ``foreach`` the values are the same, to the bit; what is saved is the time that the host
+    takes to call each operator on a ``DTensor``. By default a GPU's plain tensors are stepped with ``foreach``,
+    ``DTensor`` one by one. Parameters, gradients and the optimizer's state remain the ``DTensor`` that they are between
+    steps, so nothing changes for checkpoints, clipping, hooks, schedulers (built afterwards) or a ``GradScaler``.
 
     Raises:
         TypeError: ``optimizer`` is none of torch's elementwise ones (Adadelta, Adagrad, Adam, Adamax, AdamW, RAdam,
-            RMSprop, SGD): what others do to a part may not be what they do to the whole.
+            RMSprop, SGD), or of a class of yours made from one: what others do to a part may not be what they do to the
+            whole.
         ValueError (by ``step``): a closure is given.
     """
-    if not isinstance(optimizer, _ELEMENTWISE):
+    if type(optimizer) not in _ELEMENTWISE:
         names = ", ".join(each.__name__ for each in _ELEMENTWISE)
         raise TypeError(f"optimizer: expected one of {names}, found {type(optimizer).__name__}")
-    optimizer.step = types.MethodType(_step, optimizer)  # type: ignore[method-assign]
+    step = torch.optim.Optimizer.profile_hook_step(_step)  # hooks see what they would see without this
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
     return optimizer
 
 
@@ -62,7 +64,7 @@ def _step(self: torch.optim.Optimizer, closure: Any = None) -> None:
     try:
         for group, params in zip(self.param_groups, shards, strict=True):
             group["params"] = params
-        type(self).step(self)
+        type(self).step.__wrapped__(self)  # type: ignore[attr-defined]
     finally:
         stepped, self.state = self.state, state
         for group, params in zip(self.param_groups, whole, strict=True):

@@ -44,10 +44,19 @@ class PipelineStage(pipelining.PipelineStage):
         self.submod.set_requires_gradient_sync(False)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce what was added up since the last call, and divide it by ``grad_scale_factor``."""
+        """Reduce what was added up since the last call, divide it by ``grad_scale_factor``, and add it to the
+        gradients. Nothing after an evaluation, after which torch calls this too."""
+        if not self.has_backward:
+            return
+        before = [(param, param.grad) for param in self.submod.parameters()]
+        for param, _ in before:
+            param.grad = None  # what is there already has been divided
         self.submod.set_requires_gradient_sync(True)
         super().perform_reduce_grad(grad_scale_factor)
         self.submod.set_requires_gradient_sync(False)
+        for param, gradient in before:
+            if gradient is not None:
+                param.grad = gradient if param.grad is None else gradient + param.grad
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False

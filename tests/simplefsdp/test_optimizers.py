@@ -98,8 +98,31 @@ def test_what_step_on_shards_does_not_take() -> None:
     weight = nn.Parameter(torch.ones(2))
     with pytest.raises(TypeError, match=r"optimizer: expected one of Adadelta, .*, found LBFGS"):
         step_on_shards(torch.optim.LBFGS([weight]))
+
+    class Lars(torch.optim.SGD):
+        pass
+
+    with pytest.raises(TypeError, match="found Lars"):
+        step_on_shards(Lars([weight]))
     with pytest.raises(ValueError, match=r"closure: step_on_shards\(\) takes none"):
         step_on_shards(SGD([weight])).step(lambda: 0.0)
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_hooks_of_a_step_see_the_parameters() -> None:
+    model = simple_fsdp(nn.Linear(8, 8))
+    optimizer = step_on_shards(AdamW(model.parameters()))
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(
+        lambda own, *_: seen.append(("before", own.param_groups[0]["params"], len(own.state)))
+    )
+    optimizer.register_step_post_hook(
+        lambda own, *_: seen.append(("after", own.param_groups[0]["params"], len(own.state)))
+    )
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    assert [(when, states) for when, _, states in seen] == [("before", 0), ("after", 2)]
+    assert all(found is param for _, params, _ in seen for found, param in zip(params, model.parameters(), strict=True))
 
 
 @pytest.mark.usefixtures("one_of_four")
@@ -144,18 +167,24 @@ def test_a_parameter_kept_in_a_plain_list_says_so() -> None:
         model(torch.ones(1, 6))
 
 
+@pytest.mark.parametrize("on_shards", [False, True])
 @pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
-def test_fp16_with_a_grad_scaler_skips_the_same_steps_as_fsdp2(two_ranks: Ranks, lowering: str) -> None:
-    two_ranks.run(_scaler, lowering)
+def test_fp16_with_a_grad_scaler_skips_the_same_steps_as_fsdp2(
+    two_ranks: Ranks, lowering: str, on_shards: bool
+) -> None:
+    two_ranks.run(_scaler, lowering, on_shards)
 
 
-def _scaler(lowering: str) -> None:
+def _scaler(lowering: str, on_shards: bool) -> None:
     policy = MixedPrecisionPolicy(torch.float16, torch.float16, output_dtype=torch.float32)
     results = []
     for wrap in (fully_shard, simple_fsdp):
         model: Any = wrap(zoo.build("LoRA"), mp_policy=policy)
         forward = lowered(model, lowering if wrap is simple_fsdp else "eager")
-        optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer: Any = AdamW(trained, lr=0.05, fused=True) if on_shards else SGD(trained, lr=0.05)
+        if on_shards and wrap is simple_fsdp:
+            step_on_shards(optimizer)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         scales = []
         for step in range(6):

@@ -221,6 +221,9 @@ def _pipeline(schedule: Any, lowering: str) -> None:
             run.step(*[batch] * (0 in mine), **{"target": batch} if number - 1 in mine else {})
         reductions = [e.count for e in events.key_averages() if e.key == "_c10d_functional::reduce_scatter_tensor"]
         assert reductions == [4 * len(mine)], "of each parameter"
+        if step == 1:  # the gradients of two steps are added up
+            run.eval(*[batch] * (0 in mine), **{"target": batch} if number - 1 in mine else {})
+            continue
         for i, model in models.items():
             compare_gradients(model, plain[i])
 
