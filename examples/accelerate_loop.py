@@ -40,7 +40,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=100)
     batches = args.steps * args.accumulate * accelerator.num_processes
-    loader = accelerator.prepare(DataLoader(dataset(args, batches * args.batch_size), args.batch_size))
+    text, _ = data.load(None, args.seq_len)
+    sequences = TensorDataset(*data.random_crops(text, batches * args.batch_size, args.seq_len, 0))
+    loader = accelerator.prepare(DataLoader(sequences, args.batch_size))
 
     accelerator.register_for_checkpointing(scheduler)
     accelerator.register_save_state_pre_hook(
@@ -71,14 +73,6 @@ def main() -> None:
         shutil.rmtree(args.out, ignore_errors=True)
         part.rename(args.out)  # whole, or not there
     accelerator.end_training()
-
-
-def dataset(args: argparse.Namespace, sequences: int) -> TensorDataset:
-    """Tokens and targets from anywhere in the text; the first ones do not depend on how many follow."""
-    text, _ = data.load(None, args.seq_len)
-    generator = torch.Generator().manual_seed(0)
-    starts = torch.randint(len(text) - args.seq_len, (sequences,), generator=generator)
-    return TensorDataset(*data.crops(text, starts, args.seq_len))
 
 
 if __name__ == "__main__":

@@ -44,5 +44,11 @@ def crops(text: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
     return window[:, :-1], window[:, 1:]
 
 
+def random_crops(text: Tensor, number: int, seq_len: int, *seed: int) -> tuple[Tensor, Tensor]:
+    """``crops`` from anywhere, a function of ``seed``; the first ones do not depend on how many follow."""
+    generator = torch.Generator().manual_seed(hash(seed))
+    return crops(text, torch.randint(len(text) - seq_len, (number,), generator=generator), seq_len)
+
+
 def _tensor(text: bytes) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -61,7 +61,8 @@ def main() -> None:
     losses = []
     with tqdm(total=args.steps, unit="step", disable=dist.get_rank() != 0) as bar:
         for step in range(args.steps):
-            tokens = batch(text, step, args).to(device)
+            tokens, _ = data.random_crops(text, args.batch_size, args.seq_len, args.seed, step, dist.get_rank())
+            tokens = tokens.to(device)
             loss = compiled(input_ids=tokens, labels=tokens, use_cache=False).loss
             loss.backward()
             clip_grad_norm_(model.parameters(), args.clip)
@@ -118,13 +119,6 @@ def tokens_of(args: argparse.Namespace) -> Tensor:
     if (tokenizer := tokenizer_of(args.model)) is None:
         return text
     return torch.tensor(tokenizer(bytes(text.tolist()).decode(errors="replace"))["input_ids"])
-
-
-def batch(text: Tensor, step: int, args: argparse.Namespace) -> Tensor:
-    """Tokens (batch_size, seq_len) of this rank and step."""
-    generator = torch.Generator().manual_seed(hash((args.seed, step, dist.get_rank())))
-    starts = torch.randint(len(text) - args.seq_len, (args.batch_size,), generator=generator)
-    return data.crops(text, starts, args.seq_len)[0]
 
 
 if __name__ == "__main__":

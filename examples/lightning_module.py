@@ -85,8 +85,7 @@ def main() -> None:
         log_every_n_steps=1,
     )
     text, _ = data.load(None, args.seq_len)
-    starts = torch.randint(len(text) - args.seq_len, (args.sequences,), generator=torch.Generator().manual_seed(0))
-    sequences = TensorDataset(*data.crops(text, starts, args.seq_len))
+    sequences = TensorDataset(*data.random_crops(text, args.sequences, args.seq_len, 0))
     trainer.fit(Module(args.lower_with), DataLoader(sequences, args.batch_size), ckpt_path=args.resume)
 
 

@@ -120,9 +120,7 @@ def mixed_precision(args: argparse.Namespace) -> MixedPrecisionPolicy:
 
 def random_batch(text: Tensor, step: int, args: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor]:
     """This rank's batch of a step: a function of seed, step and rank, so that a resumed run sees the same."""
-    generator = torch.Generator().manual_seed(hash((args.seed, step, dist.get_rank())))
-    starts = torch.randint(len(text) - args.seq_len, (args.batch_size,), generator=generator)
-    tokens, targets = data.crops(text, starts, args.seq_len)
+    tokens, targets = data.random_crops(text, args.batch_size, args.seq_len, args.seed, step, dist.get_rank())
     return tokens.to(device), targets.to(device)
 
 

@@ -72,6 +72,7 @@ __all__ = [
     "is_ordering_only",
     "load_cpp",
     "local_of",
+    "local_part",
     "min_cut_rematerialization_partition",
     "opaque_objects_last",
     "parameter_gradients",
@@ -126,6 +127,11 @@ def dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], 
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)
+
+
+def local_part(value: Any) -> Any:
+    """What this rank has of a ``DTensor``, the same memory and not differentiable; anything else as it is."""
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def concatenated(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from inductor_passes._compat import inside_torch_compile, skip_code
+from inductor_passes._compat import inside_torch_compile, local_part, skip_code
 
 from ._messages import unknown
 from .checks import (
@@ -149,7 +149,7 @@ def simple_fsdp(
             run_in_order(group)
     shard_group, replica_group = _groups(mode, mesh)
     for fqn, param in new.items():
-        there = param._local_tensor if isinstance(param, DTensor) else param
+        there = local_part(param)
         comm = Communication(
             shape=tuple(there.shape),
             dim=next((p.dim for p in placements[fqn] if isinstance(p, Shard)), None),

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.nn.utils import get_total_norm
 
+from inductor_passes._compat import local_part
+
 _Groups = tuple[dist.ProcessGroup, ...]
 
 
@@ -55,8 +57,8 @@ def clip_grad_norm_(
         placed: Any = param if gradient is None else gradient
         mine = found[layout(placed.device_mesh, placed.placements) if isinstance(placed, DTensor) else ()]
         if gradient is not None:
-            mine.append(_local(gradient))
-    total = _norm(found, norm_type, foreach, _local(parameters[0]).device)
+            mine.append(local_part(gradient))
+    total = _norm(found, norm_type, foreach, local_part(parameters[0]).device)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"error_if_nonfinite: the norm of order {norm_type} of all gradients is {total.item()}; nothing was scaled"
@@ -99,7 +101,3 @@ def _sharded_over(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Group
     if any(isinstance(placement, Partial) for placement in placements):
         raise ValueError(f"parameters: a gradient is placed as {placements}: a sum that was not reduced")
     return tuple(mesh.get_group(i) for i in range(mesh.ndim) if not isinstance(placements[i], Replicate))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

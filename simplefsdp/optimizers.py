@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from inductor_passes._compat import dtensor
+from inductor_passes._compat import dtensor, local_part
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
@@ -60,7 +60,7 @@ def _step(self: torch.optim.Optimizer, closure: Any = None) -> None:
     self.state = defaultdict(dict)
     for param, shard in pairs:
         if param in state:
-            self.state[shard] = {key: _local(value) for key, value in state[param].items()}
+            self.state[shard] = {key: local_part(value) for key, value in state[param].items()}
     try:
         for group, params in zip(self.param_groups, shards, strict=True):
             group["params"] = params
@@ -79,12 +79,8 @@ def _shard(param: Tensor) -> Tensor:
     if not isinstance(param, DTensor):
         return param
     shard = param._local_tensor.detach()
-    shard.grad = _local(param.grad)
+    shard.grad = local_part(param.grad)
     return shard
-
-
-def _local(value: Any) -> Any:
-    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def _of(param: Tensor, local: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +89,7 @@ def _of(param: Tensor, local: dict[str, Any], before: dict[str, Any]) -> dict[st
         return local
     found = {}
     for key, value in local.items():
-        if _local(before.get(key)) is value:
+        if local_part(before.get(key)) is value:
             found[key] = before[key]
         elif isinstance(value, Tensor) and key != "step":
             found[key] = dtensor(value, param.device_mesh, param.placements, param.shape)

@@ -13,9 +13,7 @@ FLAGS = ["--batch-size", "2", "--accumulate", "2", "--seq-len", str(SEQ_LEN), "-
 def train(model: nn.Module, order: Tensor) -> list[float]:
     """On sequences in this order; the loss of the last batch of each step."""
     text, _ = data.load(None, SEQ_LEN)
-    generator = torch.Generator().manual_seed(0)
-    starts = torch.randint(len(text) - SEQ_LEN, (int(order.max()) + 1,), generator=generator)
-    tokens, targets = data.crops(text, starts[order], SEQ_LEN)
+    tokens, targets = (part[order] for part in data.random_crops(text, int(order.max()) + 1, SEQ_LEN, 0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=100)
     losses = []

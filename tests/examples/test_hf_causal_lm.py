@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.ranks import TORCHRUN, run
+from tests.simplefsdp.test_huggingface import SMALL
 
 transformers = pytest.importorskip("transformers")
 
@@ -18,16 +19,8 @@ SEQ_LEN = 16
 
 
 def small(tied: bool) -> Any:
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=256,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-    )
+    shape = SMALL | {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 256}
+    config = transformers.LlamaConfig(**shape, tie_word_embeddings=tied)
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
@@ -41,9 +34,8 @@ def test_a_local_model_is_trained_and_saved(tmp_path: Path) -> None:
     printed = run([*TORCHRUN, "-m", "examples.hf_causal_lm", *flags, "--steps", "5", "--lr", "1e-2"])
     found = re.search(r"^losses (\S+) (\S+); saved in", printed, re.MULTILINE)
     assert found
-    starts = torch.Generator().manual_seed(hash((0, 0, 0)))
     text, _ = data.load(None, SEQ_LEN)
-    tokens, _ = data.crops(text, torch.randint(len(text) - SEQ_LEN, (4,), generator=starts), SEQ_LEN)
+    tokens, _ = data.random_crops(text, 4, SEQ_LEN, 0, 0, 0)
     expected = whole(input_ids=tokens, labels=tokens).loss.item()
     assert abs(float(found[1]) - expected) < 1e-3
     assert float(found[2]) < float(found[1]) - 1

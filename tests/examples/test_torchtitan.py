@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.ranks import TORCHRUN
+from tests.ranks import TORCHRUN, run
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("torchtitan")
@@ -34,9 +33,7 @@ def train(config: str, out: Path, ranks: int = 2, *, checkpointing: str = "none"
         given |= {"compile.backend": "aot_eager", "compile.plan": "block", "compile.report_dir": out / "report"}
     options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     options += ["--checkpoint.enable", "--dump_folder", str(out), f"activation_checkpoint:{checkpointing}"]
-    done = subprocess.run([*launch, *options], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return done.stdout
+    return run([*launch, *options])
 
 
 def losses(log: str) -> list[float]:
