@@ -45,9 +45,7 @@ class PipelineStage(pipelining.PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce what was added up since the last call, divide it by ``grad_scale_factor``, and add it to the
-        gradients. Nothing after an evaluation, after which torch calls this too."""
-        if not self.has_backward:
-            return
+        gradients. After an evaluation, when torch calls this too, there is nothing to add."""
         before = [(param, param.grad) for param in self.submod.parameters()]
         for param, _ in before:
             param.grad = None  # what is there already has been divided
