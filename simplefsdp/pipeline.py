@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 from torch.distributed import pipelining
 
+from .accumulation import reduce_now, sharded_attributes
 from .controls import Controls
 
 
@@ -49,9 +50,8 @@ class PipelineStage(pipelining.PipelineStage):
         before = [(param, param.grad) for param in self.submod.parameters()]
         for param, _ in before:
             param.grad = None  # what is there already has been divided
-        self.submod.set_requires_gradient_sync(True)
+        reduce_now(sharded_attributes(self.submod))
         super().perform_reduce_grad(grad_scale_factor)
-        self.submod.set_requires_gradient_sync(False)
         for param, gradient in before:
             if gradient is not None:
                 param.grad = gradient if param.grad is None else gradient + param.grad

@@ -244,26 +244,58 @@ def reduce(grad: Tensor, comm: Communication, local: Tensor) -> Tensor:
     """The gradient of the shard ``local``, averaged over the ranks, from this rank's full one. Not differentiable."""
     if 0 in comm.shape:
         return torch.zeros_like(local)
-    if (dtype := reduced_in(comm, local.dtype)) is not None and not grad.is_complex():
-        grad = grad.to(dtype)
-    dim, groups = comm.dim, comm.groups
-    if dim is not None:
-        ranks = groups[0].ranks
-        grad = _pad_rows(grad.movedim(dim, 0) if dim else grad, -(-grad.shape[dim] // ranks) * ranks)
-    rows = _as_real(grad.contiguous())
-    operators, predivide, postdivide = _division(rows.dtype, [group.ranks for group in groups], comm.divide_factor)
-    if predivide != 1:
-        rows = rows / predivide
-    for i, (group, operator) in enumerate(zip(groups, operators, strict=True)):
-        if i == 0 and dim is not None:
+    rows, operators, postdivide = _rows(grad, comm, local)
+    for i, (group, operator) in enumerate(zip(comm.groups, operators, strict=True)):
+        if i == 0 and comm.dim is not None:
             rows = _c10d.reduce_scatter_tensor(rows, operator, group.ranks, group.name)
         else:
             rows = _c10d.all_reduce(rows, operator, group.name)
         rows = _c10d.wait_tensor(rows)
+    return _gradient(rows, postdivide, comm, local)
+
+
+def reduce_together(full: list[tuple[Tensor, Communication, Tensor]]) -> list[Tensor]:
+    """``reduce`` of each (full gradient, communication, shard): the same bits, by one collective for all that go the
+    same way."""
+    results: list[Any] = [None if 0 not in comm.shape else torch.zeros_like(local) for _, comm, local in full]
+    ways: dict[Any, list[tuple[int, Tensor, float]]] = {}
+    for i, (grad, comm, local) in enumerate(full):
+        if results[i] is None:
+            rows, operators, postdivide = _rows(grad, comm, local)
+            way = comm.dim is None, tuple(zip(comm.groups, operators, strict=True)), rows.dtype
+            ways.setdefault(way, []).append((i, rows, postdivide))
+    for (whole, steps, _), members in ways.items():
+        parts = [rows for _, rows, _ in members]
+        for i, (group, operator) in enumerate(steps):
+            if i == 0 and not whole:
+                parts = _c10d.reduce_scatter_tensor_coalesced(parts, operator, group.ranks, group.name)
+            else:
+                parts = _c10d.all_reduce_coalesced(parts, operator, group.name)
+            parts = [_c10d.wait_tensor(part) for part in parts]
+        for (i, _, postdivide), part in zip(members, parts, strict=True):
+            _, comm, local = full[i]
+            results[i] = _gradient(part, postdivide, comm, local)
+    return results
+
+
+def _rows(grad: Tensor, comm: Communication, local: Tensor) -> tuple[Tensor, list[str], float]:
+    """What enters the first collective, the operator of each, and what to divide by after the last."""
+    if (dtype := reduced_in(comm, local.dtype)) is not None and not grad.is_complex():
+        grad = grad.to(dtype)
+    if (dim := comm.dim) is not None:
+        ranks = comm.groups[0].ranks
+        grad = _pad_rows(grad.movedim(dim, 0) if dim else grad, -(-grad.shape[dim] // ranks) * ranks)
+    rows = _as_real(grad.contiguous())
+    operators, predivide, postdivide = _division(rows.dtype, [group.ranks for group in comm.groups], comm.divide_factor)
+    return rows if predivide == 1 else rows / predivide, operators, postdivide
+
+
+def _gradient(rows: Tensor, postdivide: float, comm: Communication, local: Tensor) -> Tensor:
+    """The gradient of the shard ``local``, of what left the last collective."""
     if postdivide != 1:
         rows = rows / postdivide
-    rows = torch.view_as_complex(rows) if grad.is_complex() else rows
-    if dim is not None:
+    rows = torch.view_as_complex(rows) if local.is_complex() else rows
+    if (dim := comm.dim) is not None:
         rows = rows if rows.shape[0] == local.shape[dim] else rows[: local.shape[dim]]
         rows = rows.movedim(0, dim).contiguous() if dim else rows
     return rows.to(local.dtype)

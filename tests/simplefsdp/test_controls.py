@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp import register_fsdp_forward_method, simple_fsdp
 from simplefsdp.controls import Controls
@@ -150,23 +151,26 @@ def _accumulate(lowering: str) -> None:
             loss = forward(vectors(step, dist.get_rank())).square().mean()
             with Watch() as watch:
                 loss.backward()
-            assert wrap is fully_shard or (watch.counts["reduce_scatter_tensor"] > 0) == last
+            if wrap is simple_fsdp:
+                reductions = [(name, count) for name, count in watch.counts.items() if "reduce_scatter" in name]
+                assert reductions == [("reduce_scatter_tensor_coalesced", 1)] * last
             assert last or all(p.grad is None for p in model.parameters())
             if last:
                 optimizer.step()
                 optimizer.zero_grad()
         results.append({n: p.to_local() for n, p in model.named_parameters()})
-    assert_same(results[1], results[0], tolerance=1e-3 if lowering == "inductor" else 1e-6)
+    assert_same(results[1], results[0], tolerance=1e-3 if lowering == "inductor" else 0)
     if lowering != "eager":
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "one for each setting, not more"
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "the last one is as those before"
 
 
 @one_of_four
 def test_frozen_and_tied_parameters_without_reductions() -> None:
     model = simple_fsdp(nn.Sequential(zoo.Lora(), zoo.Tied()))
     model.set_requires_gradient_sync(False)
-    model(torch.ones(2, 6)).sum().backward()
+    loss = model(torch.ones(2, 6)).sum()
     model.set_requires_gradient_sync(True)
+    loss.backward()
     assert {n for n, p in model.named_parameters() if p.grad is None} == {"0.base.weight", "0.base.bias"}
     assert model[1].up.weight.grad.placements == model[1].up.weight.placements
 
@@ -196,8 +200,8 @@ def _odd_switches(lowering: str) -> None:
     simple_fsdp(model)
     model.set_requires_gradient_sync(False)
     model[0].requires_grad_(True)
-    lowered(model, lowering)(vectors(0, dist.get_rank())).square().mean().backward()
     model.set_requires_gradient_sync(True)
+    lowered(model, lowering)(vectors(0, dist.get_rank())).square().mean().backward()
     assert_same({n: p.grad for n, p in model.named_parameters()}, expected_gradients, 1e-6)
 
     # Something computed from the parameters in their place.
@@ -208,7 +212,6 @@ def _odd_switches(lowering: str) -> None:
         weights = {name: param * 2 for name, param in each.named_parameters()}
         outs = [torch.func.functional_call(each, weights, (vectors(0, rank),)) for rank in ranks]
         torch.stack([out.square().mean() for out in outs]).mean().backward()
-    model.set_requires_gradient_sync(True)
     assert_same(
         {n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in twice.named_parameters()}, 1e-5
     )
@@ -224,8 +227,8 @@ def _one_sided() -> None:
     model.set_requires_gradient_sync(False)
     hidden = model[0](vectors(0, 0))
     last = model[2](hidden)
-    (last if dist.get_rank() == 0 else hidden).sum().backward()
     model.set_requires_gradient_sync(True)
+    (last if dist.get_rank() == 0 else hidden).sum().backward()
     plain = zoo.build("LoRA")
     plain[2](plain[0](vectors(0, 0))).sum().div(2).backward()
     torch.testing.assert_close(whole(model[2].weight.grad), plain[2].weight.grad)
@@ -263,3 +266,99 @@ def _stale() -> None:
         model[0].weight.mul_(2)
     with pytest.raises(RuntimeError, match=r"0\.weight: was changed in place while it was whole"):
         model.reshard()
+
+
+@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+def test_an_accumulation_ends_once_whatever_comes_between(two_ranks: Ranks, lowering: str) -> None:
+    two_ranks.run(_ends_once, lowering)
+
+
+def _ends_once(lowering: str) -> None:
+    rank = dist.get_rank()
+    plain = zoo.build("tied")
+    losses = [torch.stack([plain(vectors(step, r)).square().mean() for r in range(2)]).mean() for step in range(4)]
+    torch.stack(losses).sum().backward()
+    expected = {n: p.grad for n, p in plain.named_parameters()}
+    model: Any = simple_fsdp(zoo.build("tied"))
+    forward = lowered(model, lowering)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model.set_requires_gradient_sync(False)
+    forward(vectors(0, rank)).square().mean().backward()
+    optimizer.step()  # of nothing
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(RuntimeError, match=r"0\.weight: its gradient was added up and never reduced"):
+        optimizer.step()
+    # It goes on, and what this forward made is still to come when it ends.
+    model.set_requires_gradient_sync(False)
+    later = forward(vectors(1, rank)).square().mean()
+    model.set_requires_gradient_sync(True)
+    model.set_requires_gradient_sync(True)
+    last = forward(vectors(2, rank)).square().mean()
+    with pytest.raises(ZeroDivisionError):  # a backward that fails ends nothing
+        torch.autograd.grad(_Fails.apply(last), list(model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+    forward(vectors(2, rank)).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    later.backward()
+    forward(vectors(3, rank)).square().mean().backward()
+    assert_same({n: p.grad for n, p in model.named_parameters()}, expected, 1e-6)
+    optimizer.step()
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, _grad: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
+@one_of_four
+def test_a_part_may_go_on_adding_up() -> None:
+    model: Any = simple_fsdp(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 6)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model[0].set_requires_gradient_sync(False)
+    model(torch.ones(2, 6)).sum().backward()
+    assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(2, 6)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["fully_shard", "hybrid_shard", "replicate"])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float16], ids=["as it is", "fp16"])
+def test_what_was_added_up_is_reduced_as_it_is_at_once(
+    four_ranks: Ranks, mode: str, reduce_dtype: torch.dtype | None
+) -> None:
+    four_ranks.run(_same_bits, mode, reduce_dtype)
+
+
+def _same_bits(mode: str, reduce_dtype: torch.dtype | None) -> None:
+    kinds = ["fewer rows than ranks", "0-dim", "zero-size", "complex", "three dims", "LoRA", "bf16 beside fp32"]
+    mesh = init_device_mesh("cpu", (2, 2) if mode == "hybrid_shard" else (4,))
+    gradients = []
+    for at_once in (True, False):
+        model: Any = simple_fsdp(
+            nn.Sequential(*map(zoo.build, kinds)),
+            mesh,
+            mode=mode,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+            shard_placement_fn=lambda param: Shard(1) if param.ndim == 3 else None,
+            gradient_divide_factor=3 if mode == "replicate" else None,
+        )
+        model.set_requires_gradient_sync(at_once)
+        loss = model(vectors(0, dist.get_rank())).square().mean()
+        model.set_requires_gradient_sync(True)
+        with Watch() as watch:
+            loss.backward()
+        gradients.append({n: p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None})
+    # Gloo sums what is all-reduced over more than two ranks in an order that depends on where in the buffer it is.
+    assert_same(gradients[1], gradients[0], tolerance=(1e-3 if reduce_dtype else 1e-5) if mode == "replicate" else 0)
+    reductions = sum(watch.counts[name] for name in ("reduce_scatter_tensor_coalesced", "all_reduce_coalesced"))
+    kinds_of_rows = 2 * 3  # replicated or not; float32, and reduced in another dtype, or bfloat16
+    assert 0 < reductions <= kinds_of_rows * (2 if mode == "hybrid_shard" else 1)

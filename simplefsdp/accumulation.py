@@ -1,0 +1,167 @@
+"""Gradient accumulation: full gradients are added up on each rank, and reduced together when that ends.
+
+[Note: stands]
+A parameter whose gradients are to be added up has a *stand*: a leaf of the shape of its full weight, without the memory
+of one. What is read of the parameter takes the gradient there, eager and compiled, and autograd adds it up. To end it,
+the stands get hooks: the first one whose gradient comes sees to it that at the end of that backward all of them are
+reduced (also those that this backward did not reach) and taken away. A graph that was made before may hold a stand
+still; its backward is followed by a reduction of its own.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from inductor_passes._compat import after_backward, dtensor
+
+from .sharding import ShardedParameter, all_reduce_max, reduce_together, reduced_in
+
+
+@dataclass(frozen=True)
+class ShardedAttribute:
+    """A sharded parameter as an attribute of a module."""
+
+    name: str
+    param: DTensor
+    params: dict[str, ShardedParameter]
+    """All of the module's, by attribute name; so the stands."""
+    stands: dict[str, Tensor]
+
+    @property
+    def info(self) -> ShardedParameter:
+        return self.params[self.name]
+
+    @property
+    def stand(self) -> Tensor | None:
+        return self.stands.get(self.name)
+
+
+def sharded_attributes(root: Any) -> list[ShardedAttribute]:
+    """Every sharded parameter below ``root``; a tied one as often as it is held."""
+    states: list[tuple[Any, Any]] = [
+        (module, state)
+        for module in cast(nn.Module, root).modules()
+        if (state := module.__dict__.get("_simple_fsdp")) is not None
+    ]
+    return [
+        ShardedAttribute(name, param, state.params, state.stands)
+        for module, state in states
+        for name in state.params
+        if (param := module._parameters[name]) is not None
+    ]
+
+
+def begin(found: list[ShardedAttribute]) -> None:
+    """Add up gradients from now on, to what was added up before and has not been reduced."""
+    stands: dict[int, Tensor] = {}
+    for each in found:
+        if each.stand is not None and (ending := _endings.pop(each.stand, None)) is not None:
+            ending.forget(each.stand)
+        stands[id(each.param)] = each.stands[each.name] = stands.get(id(each.param), _stand(each))
+
+
+def end_with_next_backward(found: list[ShardedAttribute]) -> None:
+    """Reduce what was added up at the end of the next backward that adds to it, and then in backward again."""
+    if ended := [each for each in found if each.stand is not None and each.stand not in _endings]:
+        _Ending(ended)
+
+
+def reduce_now(found: list[ShardedAttribute]) -> None:
+    """Reduce what was added up, and go on adding up. A collective: every rank must call it."""
+    _reduce([(each, each.stand) for each in found if each.stand is not None])
+
+
+class _Ending:
+    """The end of an accumulation, due with the next backward."""
+
+    def __init__(self, found: list[ShardedAttribute]):
+        self.found = [(each, stand) for each in found if (stand := each.stand) is not None]
+        self.hooks = {id(stand): stand.register_post_accumulate_grad_hook(self._came) for _, stand in self.found}
+        self.optimizers = register_optimizer_step_pre_hook(self._refuse)
+        _endings.update((stand, self) for _, stand in self.found)
+
+    def forget(self, stand: Tensor) -> None:
+        """Leave out one that goes on."""
+        self.found = [member for member in self.found if member[1] is not stand]
+        self.hooks.pop(id(stand)).remove()
+        if not self.found:
+            self.optimizers.remove()
+
+    def _came(self, _stand: Tensor) -> None:
+        after_backward(self._finish)  # each time: a backward that raises calls none of them
+
+    def _finish(self) -> None:
+        found = self.found
+        for each, stand in found:
+            each.stands.pop(each.name, None)
+            _endings.pop(stand, None)
+        for stand in {id(stand): stand for _, stand in found}.values():
+            self.forget(stand)
+        _reduce(found)
+        for each, stand in found:
+            stand.register_post_accumulate_grad_hook(functools.partial(_reduce_late, each))
+
+    def _refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        steps = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for each, stand in self.found:
+            if stand.grad is not None and id(each.param) in steps:
+                raise RuntimeError(
+                    f"{each.info.fqn}: its gradient was added up and never reduced; "
+                    "set_requires_gradient_sync(True) comes before the last backward, not after it"
+                )
+
+
+_endings: Any = WeakTensorKeyDictionary()
+"""By stand."""
+
+
+def _stand(each: ShardedAttribute) -> Tensor:
+    """A leaf of the shape of the full gradient, without its memory."""
+    if each.stand is not None:
+        return each.stand
+    comm = each.info.communication
+    dtype = reduced_in(comm, each.param.dtype) or comm.param_dtype or each.param.dtype
+    leaf = each.param._local_tensor.new_empty((), dtype=dtype).expand(comm.shape)
+    return leaf.requires_grad_(dtype.is_floating_point or dtype.is_complex)
+
+
+def _reduce(members: list[tuple[ShardedAttribute, Tensor]]) -> None:
+    """Add the average over the ranks of what was added up on any of them to the parameters' gradients."""
+    members = list({id(stand): (each, stand) for each, stand in members}.values())
+    _add_reduced([member for member, on_any in zip(members, _on_any_rank(members), strict=True) if on_any])
+
+
+def _add_reduced(members: list[tuple[ShardedAttribute, Tensor]]) -> None:
+    full = []
+    for each, stand in members:
+        whole, stand.grad = torch.zeros_like(stand) if stand.grad is None else stand.grad, None
+        full.append((whole, each.info.communication, each.param._local_tensor))
+    with torch.no_grad():
+        for (each, _), local in zip(members, reduce_together(full), strict=True):
+            gradient = dtensor(local, each.param.device_mesh, each.info.placements, each.param.shape)
+            each.param.grad = gradient if each.param.grad is None else each.param.grad + gradient
+
+
+def _on_any_rank(members: list[tuple[ShardedAttribute, Tensor]]) -> list[bool]:
+    """Whether each has a gradient on any rank: whether it is reduced must not depend on this rank alone."""
+    found = [stand.grad is not None for _, stand in members]
+    communications = [each.info.communication for each, _ in members]
+    for groups in dict.fromkeys((comm.shard_group, comm.replica_group) for comm in communications):
+        alike = [i for i, comm in enumerate(communications) if (comm.shard_group, comm.replica_group) == groups]
+        bits = torch.tensor([found[i] for i in alike], dtype=torch.int32, device=members[alike[0]][1].device)
+        for group in groups:
+            if group is not None:
+                bits = all_reduce_max(bits, group)
+        for i, bit in zip(alike, bits.tolist(), strict=True):
+            found[i] = bool(bit)
+    return found
+
+
+def _reduce_late(each: ShardedAttribute, stand: Tensor) -> None:
+    _add_reduced([(each, stand)])
