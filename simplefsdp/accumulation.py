@@ -74,7 +74,7 @@ def end_with_next_backward(found: list[ShardedAttribute]) -> None:
 
 def reduce_now(found: list[ShardedAttribute]) -> None:
     """Reduce what was added up, and go on adding up. A collective: every rank must call it."""
-    _reduce([(each, each.stand) for each in found if each.stand is not None])
+    _reduce(_once([(each, each.stand) for each in found if each.stand is not None]))
 
 
 class _Ending:
@@ -97,14 +97,14 @@ class _Ending:
         after_backward(self._finish)  # each time: a backward that raises calls none of them
 
     def _finish(self) -> None:
-        found = self.found
-        for each, stand in found:
+        ended = _once(self.found)
+        for each, stand in self.found:
             each.stands.pop(each.name, None)
             _endings.pop(stand, None)
-        for stand in {id(stand): stand for _, stand in found}.values():
+        for _, stand in ended:
             self.forget(stand)
-        _reduce(found)
-        for each, stand in found:
+        _reduce(ended)
+        for each, stand in ended:
             stand.register_post_accumulate_grad_hook(functools.partial(_reduce_late, each))
 
     def _refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -131,9 +131,13 @@ def _stand(each: ShardedAttribute) -> Tensor:
     return leaf.requires_grad_(dtype.is_floating_point or dtype.is_complex)
 
 
+def _once(members: list[tuple[ShardedAttribute, Tensor]]) -> list[tuple[ShardedAttribute, Tensor]]:
+    """Each stand by one of the attributes that hold its parameter."""
+    return list({id(stand): (each, stand) for each, stand in members}.values())
+
+
 def _reduce(members: list[tuple[ShardedAttribute, Tensor]]) -> None:
     """Add the average over the ranks of what was added up on any of them to the parameters' gradients."""
-    members = list({id(stand): (each, stand) for each, stand in members}.values())
     _add_reduced([member for member, on_any in zip(members, _on_any_rank(members), strict=True) if on_any])
 
 

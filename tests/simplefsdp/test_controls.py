@@ -300,7 +300,9 @@ def _ends_once(lowering: str) -> None:
     assert all(p.grad is None for p in model.parameters())
     forward(vectors(2, rank)).square().mean().backward()
     assert all(p.grad is not None for p in model.parameters())
-    later.backward()
+    with Watch() as watch:
+        later.backward()
+    assert watch.counts["reduce_scatter_tensor_coalesced"] == len(list(model.parameters())), "one each, also if tied"
     forward(vectors(3, rank)).square().mean().backward()
     assert_same({n: p.grad for n, p in model.named_parameters()}, expected, 1e-6)
     optimizer.step()
