@@ -144,9 +144,10 @@ def concatenated(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 
 
 def local_of(param: DTensor) -> Tensor:
-    """``param.to_local()``, whose gradient before torch 2.12 has no gradient itself, is zeros where there is none, and
-    has strides that differ between ranks where shards are uneven, for which autograd then gathers on some of them."""
-    return param.to_local() if _VERSION >= (2, 12) else _Local.apply(param)
+    """``param.to_local()``, whose gradient is moved to the mesh's device wherever it is, and before torch 2.12 has no
+    gradient itself, is zeros where there is none, and has strides that differ between ranks where shards are uneven,
+    for which autograd then gathers on some of them."""
+    return cast(Tensor, _Local.apply(param))
 
 
 class _Local(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 ::
 
-    shard - [permute] - [pad] - [cast] - all_gather - wait - ...                      its gather chain
+    shard - [to_device] - [permute] - [pad] - [cast] - all_gather - wait - ...                      its gather chain
     full gradient - [cast] - [permute] - [pad] - reduction - wait - unary* - gradient    its reduction chain
 
 where the reduction is a reduce-scatter, an all-reduce (of a replicated parameter), or one and then another.
@@ -22,6 +22,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ._compat import parameter_gradients, parameter_inputs
+from .offload import TO_DEVICE
 
 MARK = "simplefsdp_fqns"
 BUCKET = "simplefsdp_bucket"
@@ -158,7 +159,7 @@ def source_chain(gather: Node) -> list[Node]:
 def _prepares_a_shard(node: Node) -> bool:
     if node.target in _VIEWS:  # DTensor.to_local takes a view of the same shape
         return node.meta["val"].shape == node.all_input_nodes[0].meta["val"].shape
-    return node.target in (*CASTS, *PADS, *_MOVES, *COPIES, *_COMPLEX)
+    return node.target in (*CASTS, *PADS, *_MOVES, *COPIES, *_COMPLEX, TO_DEVICE)
 
 
 def _becomes_complex(node: Node) -> bool:

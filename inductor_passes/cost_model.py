@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ._compat import group_ranks, hint
-from .collectives import MARK, REDUCE_SCATTER, WAIT, Collective, gathers, reductions
+from .collectives import MARK, REDUCE_SCATTER, WAIT, Collective, deterministic, gathers, reductions
 from .memory import alive
+from .offload import TO_HOST
 from .order import graph_items, places
 from .timeline import Gather, Half, Kind, Reduction
 
@@ -311,7 +312,7 @@ def half(graph: Graph, profile: Profile, given: Collection[str] = (), alike: Gro
             kinds.of_reduction(reduction),
             _nbytes(reduction.input),
             slot[at.gradient[reduction.fqns[0]]],
-            _nbytes(reduction.node),
+            0 if _leaves_the_device(reduction.result) else _nbytes(reduction.node),
         )
         for reduction in reductions(graph)
     ]
@@ -322,6 +323,10 @@ def half(graph: Graph, profile: Profile, given: Collection[str] = (), alike: Gro
         tuple(gathered[fqn] for fqn in sorted(at.use, key=at.use.__getitem__)),
         tuple(sorted(reduced, key=lambda reduction: reduction.there)),
     )
+
+
+def _leaves_the_device(reduced: Node) -> bool:
+    return any(user.target is TO_HOST or _leaves_the_device(user) for user in reduced.users if deterministic(user))
 
 
 class _Kinds(NamedTuple):

@@ -127,7 +127,7 @@ def _stand(each: ShardedAttribute) -> Tensor:
         return each.stand
     comm = each.info.communication
     dtype = reduced_in(comm, each.param.dtype) or comm.param_dtype or each.param.dtype
-    leaf = each.param._local_tensor.new_empty((), dtype=dtype).expand(comm.shape)
+    leaf = each.param._local_tensor.new_empty((), dtype=dtype, device=comm.device).expand(comm.shape)
     return leaf.requires_grad_(dtype.is_floating_point or dtype.is_complex)
 
 

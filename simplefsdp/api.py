@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from inductor_passes._compat import inside_torch_compile, local_part, skip_code
@@ -34,6 +34,7 @@ from .sharding import (
     Reshard,
     ShardedModel,
     ShardedParameter,
+    offloaded,
     replace_parameter,
     shard,
     shard_again,
@@ -53,6 +54,7 @@ def simple_fsdp(
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     gradient_divide_factor: float | None = None,
+    offload_policy: OffloadPolicy | None = None,
 ) -> Model:
     """Shard ``model``'s parameters over the ranks of ``mesh``, in place, and return it.
 
@@ -101,6 +103,14 @@ def simple_fsdp(
             included, or ``None`` for ``Shard(0)``. 0-dim parameters are replicated whatever it returns.
         ignored_params: parameters to leave as they are: whole on every rank, their gradients not reduced.
         gradient_divide_factor: what the sum of all ranks' gradients is divided by; ``None``: the number of ranks.
+        offload_policy: ``torch.distributed.fsdp.CPUOffloadPolicy`` keeps shards, gradients and so the optimizer's state
+            on CPU (in pinned memory, if it says so and there is a GPU): a shard is copied to the mesh's device when it
+            is gathered, its reduced gradient back, and the optimizer steps on CPU. The model may be on CPU, on the
+            mesh's device or on ``meta``; its buffers are moved to the mesh's device, and ``model.to(device)`` and
+            ``to_empty(device=...)`` move everything but shards. A process group that is to reduce or gather shards
+            themselves (``full_tensor()``, checkpoints) needs a backend for CPU too, as ``"cpu:gloo,cuda:nccl"``.
+            ``None`` or ``OffloadPolicy()``: everything is on the mesh's device. Predictions leave out the time of these
+            copies, and of the optimizer on CPU.
 
     Raises:
         TypeError: an argument is of another type than said above.
@@ -115,7 +125,7 @@ def simple_fsdp(
     if inside_torch_compile():
         raise RuntimeError("simple_fsdp() was called inside torch.compile; shard the model first, then compile it")
     mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    check_types(model, mesh, mp_policy, reshard_after_forward)
+    check_types(model, mesh, mp_policy, reshard_after_forward, offload_policy)
     if gradient_divide_factor is not None:
         gradient_divide_factor = check_divide_factor("gradient_divide_factor", gradient_divide_factor)
     if not dist.is_initialized():
@@ -132,9 +142,13 @@ def simple_fsdp(
     new = {fqn: param for fqn, param in params.items() if fqn not in known}
     for fqn, param in new.items():
         check_parameter(fqn, param)
-    mesh = mesh or init_device_mesh(_device_type(new), (dist.get_world_size(),))
+    offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
+    offloads = offload is not None
+    mesh = mesh or init_device_mesh(_device_type(new, offloads), (dist.get_world_size(),))
+    on_a_gpu = mesh.device_type == "cuda" and torch.cuda.is_available()
+    pinned = offload is not None and offload.pin_memory and on_a_gpu
     for fqn, param in new.items():
-        check_device(fqn, param, mesh)
+        check_device(fqn, param, mesh, offloads)
         if isinstance(param, DTensor):
             check_dtensor(fqn, param, mesh)
     placements = {fqn: _placements(fqn, param, mode, shard_placement_fn) for fqn, param in new.items()}
@@ -159,15 +173,22 @@ def simple_fsdp(
             reduce_dtype=mp_policy.reduce_dtype if param.is_floating_point() else None,
             divide_factor=gradient_divide_factor,
             reshard_after_forward=reshard[fqn],
+            device=mesh.device_type if offloads else None,
+            pinned=pinned,
         )
         if isinstance(param, DTensor):
             local, tensor_parallel = shard_again(param, mesh, placements[fqn]), param._spec
         else:
             local, tensor_parallel = shard(param, mesh, placements[fqn]), None
+        local = offloaded(local, pinned) if offloads else local
         info = ShardedParameter(fqn, sharded_model, comm, local.placements, tensor_parallel)
         sharded[id(param)] = replace_parameter(param, local, info), info
     for param in ignored.values():
         param.simple_fsdp_ignored = True  # type: ignore[attr-defined]
+    for module in model.modules() if offloads else ():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "cpu":
+                module._buffers[name] = buffer.to(mesh.device_type)
     _shard_modules(model, sharded, mp_policy)
     return model
 
@@ -205,11 +226,16 @@ def _ignored(model: nn.Module, ignored_params: Iterable[nn.Parameter] | None) ->
     return {id(param): param for param in ignored}
 
 
-def _device_type(params: dict[str, nn.Parameter]) -> str:
+def _device_type(params: dict[str, nn.Parameter], offloads: bool) -> str:
+    """Of a mesh for them."""
     found = {param.device.type for param in params.values()} - {"meta"}
     if len(found) > 1:
         raise ValueError(f"parameters are on several devices: {sorted(found)}; move the model to one first")
-    return min(found) if found else ("cuda" if torch.cuda.is_available() else "cpu")
+    return (
+        min(found)
+        if found and not (offloads and found == {"cpu"})
+        else ("cuda" if torch.cuda.is_available() else "cpu")
+    )
 
 
 def _placements(

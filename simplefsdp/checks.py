@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
@@ -25,7 +25,9 @@ log = logging.getLogger("simplefsdp")
 MODES = ("fully_shard", "hybrid_shard", "replicate")
 
 
-def check_types(model: object, mesh: object, mp_policy: object, reshard_after_forward: object) -> None:
+def check_types(
+    model: object, mesh: object, mp_policy: object, reshard_after_forward: object, offload_policy: object
+) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     if isinstance(model, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
@@ -37,6 +39,11 @@ def check_types(model: object, mesh: object, mp_policy: object, reshard_after_fo
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(
             f"mp_policy: expected torch.distributed.fsdp.MixedPrecisionPolicy, found {type(mp_policy).__name__}"
+        )
+    if not isinstance(offload_policy, OffloadPolicy | None):
+        raise TypeError(
+            "offload_policy: expected torch.distributed.fsdp.CPUOffloadPolicy or None, found "
+            f"{offload_policy if isinstance(offload_policy, type) else type(offload_policy).__name__}"
         )
     if isinstance(reshard_after_forward, dict):
         wrong = {k: v for k, v in reshard_after_forward.items() if not (isinstance(k, str) and _is_reshard(v))}
@@ -166,8 +173,8 @@ def check_dtensor(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
         raise ValueError(f"{fqn}: is a DTensor placed as {param.placements}; expected shards or replicas")
 
 
-def check_device(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
-    if param.device.type not in (mesh.device_type, "meta"):
+def check_device(fqn: str, param: nn.Parameter, mesh: DeviceMesh, offloads: bool) -> None:
+    if param.device.type not in (mesh.device_type, "meta", *(["cpu"] if offloads else [])):
         raise ValueError(
             f"{fqn}: found on device {param.device.type!r}, but mesh is on {mesh.device_type!r}; move the model "
             f"there first (model.to({mesh.device_type!r})) or pass a mesh of its own device"

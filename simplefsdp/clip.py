@@ -58,7 +58,7 @@ def clip_grad_norm_(
         mine = found[layout(placed.device_mesh, placed.placements) if isinstance(placed, DTensor) else ()]
         if gradient is not None:
             mine.append(local_part(gradient))
-    total = _norm(found, norm_type, foreach, local_part(parameters[0]).device)
+    total = _norm(found, norm_type, foreach, _device(parameters[0]))
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"error_if_nonfinite: the norm of order {norm_type} of all gradients is {total.item()}; nothing was scaled"
@@ -94,6 +94,12 @@ def _norm(found: dict[_Groups, list[Tensor]], order: float, foreach: bool | None
         sums |= dict(zip(here, vector.unbind(), strict=True))
     every = torch.stack(list(sums.values()))
     return every.max() if largest else every.sum() ** (1 / order)
+
+
+def _device(param: Tensor) -> torch.device:
+    """Where its process groups reduce."""
+    there = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
+    return param.device if there == param.device.type else torch.device(there)
 
 
 def _sharded_over(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Groups:

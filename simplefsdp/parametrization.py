@@ -61,7 +61,7 @@ class ShardedModule(nn.Module):
         return _call(self, super().__call__, args, kwargs)
 
     def _apply(self, fn, recurse=True):
-        result = super()._apply(fn, recurse)
+        result = super()._apply(lambda tensor: _apply_where_it_is_kept(fn, tensor), recurse)
         attach(self)
         return result
 
@@ -77,7 +77,8 @@ class ShardedModule(nn.Module):
             param: Any = self._parameters[name]
             whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta
             if whole and param is not None and value.shape == param.shape:
-                device = param.device_mesh.device_type if assign and param.is_meta else param.device
+                kept_on = "cpu" if info.communication.device else param.device_mesh.device_type
+                device = kept_on if assign and param.is_meta else param.device
                 state_dict[prefix + name] = shard(value.to(device), param.device_mesh, info.placements)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
         attach(self)
@@ -143,6 +144,22 @@ def attach(module: nn.Module) -> None:
     for name, info in state.params.items():
         if isinstance(param := module._parameters.get(name), DTensor):
             param.simple_fsdp_info = info
+            local = param._local_tensor
+            if info.communication.pinned and not (local.is_meta or local.is_pinned()):
+                param._local_tensor = local.pin_memory()
+
+
+def _apply_where_it_is_kept(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """``fn(tensor)``, on CPU if that is an offloaded shard or its gradient: ``module.to("cuda")`` moves the others."""
+    info: ShardedParameter | None = getattr(tensor, "simple_fsdp_info", None)
+    if info is not None:
+        offloaded = info.communication.device is not None
+    else:
+        offloaded = (
+            isinstance(tensor, DTensor) and tensor.device.type == "cpu" and tensor.device_mesh.device_type != "cpu"
+        )
+    result = fn(tensor)
+    return result.cpu() if offloaded and not result.is_meta else result
 
 
 @torch._dynamo.disable

@@ -33,6 +33,8 @@ def state_of(parameters: Iterable[tuple[ShardedParameter, torch.dtype, bool]]) -
     for info, dtype, trained in parameters:
         numel = _shard_numel(info)
         count += 1
+        if info.communication.device is not None:  # all of that is on CPU
+            continue
         resident += numel * (dtype.itemsize + (_MOMENTS_BYTES if trained else 0))
         updated += numel * (3 * dtype.itemsize + 2 * _MOMENTS_BYTES) if trained else 0
     return State(count, resident, updated)

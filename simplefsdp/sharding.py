@@ -2,8 +2,8 @@
 
 ::
 
-    shard - [pad] - cast - all_gather - wait - [slice] -> full weight               (forward, and again in backward)
-    full gradient - cast - [pad] - reduce_scatter - wait - [all_reduce - wait] - [slice] - cast -> shard's gradient
+    shard - [to device] - [pad] - cast - all_gather - wait - [slice] -> full weight     (forward, and again in backward)
+    full gradient - cast - [pad] - reduce_scatter - wait - [all_reduce - wait] - [slice] - cast - [to host] -> gradient
 
 Of a tensor-parallel parameter (a ``DTensor``) the local tensor is sharded, and what was gathered is put into a
 ``DTensor`` again. A shard along another dim than 0 is moved to dim 0 and back. A replicated parameter is not gathered,
@@ -33,6 +33,7 @@ from inductor_passes._compat import (
     take_gradients_as_they_are,
     temporarily_clear_interpreter_stack,
 )
+from inductor_passes.offload import TO_DEVICE, TO_HOST
 
 _c10d = torch.ops._c10d_functional
 
@@ -67,6 +68,10 @@ class Communication(NamedTuple):
     reshard_after_forward: Reshard = True
     """Whether the full weight is dropped after forward and gathered again in backward; ``"auto"``: unless a planner
     keeps it."""
+    device: str | None = None
+    """Type of the device where it is gathered and its gradient reduced, if its shard is offloaded: kept on CPU."""
+    pinned: bool = False
+    """Whether an offloaded shard and its gradient are in pinned memory."""
 
     @property
     def groups(self) -> list[Group]:
@@ -199,6 +204,14 @@ def shard_again(param: DTensor, mesh: DeviceMesh, placements: tuple[Placement, .
     return dtensor(local, concatenated(mesh, spec.mesh), (*on_both, *spec.placements), param.shape)
 
 
+def offloaded(local: DTensor, pinned: bool) -> DTensor:
+    """The same on CPU, unless it is on ``meta``."""
+    if local.is_meta:
+        return local
+    there = local._local_tensor.cpu()
+    return dtensor(there.pin_memory() if pinned else there, local.device_mesh, local.placements, local.shape)
+
+
 def _splits(spec: DTensorSpec, dim: int) -> int:
     """In how many parts ``dim`` is."""
     sizes = zip(spec.placements, spec.mesh.shape, strict=True)
@@ -221,7 +234,9 @@ def _part(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) ->
 def all_gather(local: Tensor, comm: Communication) -> Tensor:
     """The full weight, in ``param_dtype``, from this rank's shard. Not differentiable."""
     if 0 in comm.shape:
-        return local.new_empty(comm.shape, dtype=comm.param_dtype)
+        return local.new_empty(comm.shape, dtype=comm.param_dtype, device=comm.device)
+    if comm.device is not None:
+        local = TO_DEVICE(local, comm.device)
     if comm.dim is None or comm.shard_group is None:
         return local.view_as(local) if comm.param_dtype is None else local.to(comm.param_dtype)
     ranks, rows = comm.shard_group.ranks, comm.shape[comm.dim]
@@ -298,7 +313,8 @@ def _gradient(rows: Tensor, postdivide: float, comm: Communication, local: Tenso
     if (dim := comm.dim) is not None:
         rows = rows if rows.shape[0] == local.shape[dim] else rows[: local.shape[dim]]
         rows = rows.movedim(0, dim).contiguous() if dim else rows
-    return rows.to(local.dtype)
+    rows = rows.to(local.dtype)
+    return rows if comm.device is None else TO_HOST(rows, comm.pinned)
 
 
 def all_reduce_max(x: Tensor, group: Group) -> Tensor:
@@ -312,7 +328,7 @@ class _Stand(torch.autograd.Function):
     def forward(ctx, local, comm):
         ctx.comm, ctx.local = comm, local.detach()
         take_gradients_as_they_are(ctx)
-        return local.new_empty((), dtype=comm.param_dtype).expand(comm.shape)
+        return local.new_empty((), dtype=comm.param_dtype, device=comm.device).expand(comm.shape)
 
     @staticmethod
     def backward(ctx, grad):
