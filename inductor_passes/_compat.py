@@ -8,6 +8,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     PlainAOTInput,
@@ -75,6 +77,7 @@ __all__ = [
     "local_part",
     "min_cut_rematerialization_partition",
     "opaque_objects_last",
+    "opaque_objects_weigh_nothing",
     "parameter_gradients",
     "parameter_inputs",
     "pop_saved_tensors_hooks",
@@ -336,6 +339,15 @@ def is_ordering_only(dep: Any) -> bool:
     from torch._inductor.dependencies import WeakDep  # seconds to import, so not before it is needed
 
     return isinstance(dep, WeakDep) and dep.is_fake
+
+
+def opaque_objects_weigh_nothing() -> AbstractContextManager[None]:
+    """For a partitioner that weighs all inputs (under ``torch._functorch.config.activation_memory_budget``), and from
+    2.13 on refuses to weigh the mesh of a DTensor."""
+    name = "unsafe_treat_script_objects_as_zero_size"
+    if not hasattr(functorch_config, name):
+        return nullcontext()
+    return cast(AbstractContextManager[None], functorch_config.patch({name: True}))
 
 
 def opaque_objects_last(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int) -> Halves:

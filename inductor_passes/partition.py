@@ -12,7 +12,12 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from ._compat import Halves, min_cut_rematerialization_partition, opaque_objects_last
+from ._compat import (
+    Halves,
+    min_cut_rematerialization_partition,
+    opaque_objects_last,
+    opaque_objects_weigh_nothing,
+)
 from .collectives import Collective, gathers, reductions, source_chain
 
 _SOURCE = "simplefsdp_source"
@@ -38,7 +43,8 @@ def partition(
     # whoever accumulates into one gradient, or clips it, changes the other. So each has its own group meanwhile.
     for reduction in reductions(joint.graph):
         _set_group(reduction.node, (reduction.options[-1], reduction.fqns))
-    forward, backward = partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+    with opaque_objects_weigh_nothing():
+        forward, backward = partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     for half in (forward, backward):
         for shard in half.graph.find_nodes(op="placeholder"):
             if _SOURCE in shard.meta:  # also where nothing gathers it

@@ -46,6 +46,23 @@ def test_kept_parameters_are_saved_and_not_gathered_again(checkpointing, partiti
     assert len(whole_weights_among_outputs(captured.forward)) == len(names) - 1  # all but the embedding
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_memory_budget_of_the_compiler_has_no_weight_saved_or_gathered_twice(reshard):
+    saved = []
+    for budget in (1.0, 0.5, 0.1):
+        model = simple_fsdp(tiny_llama(layers=2), reshard_after_forward=reshard)
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            captured = capture(model, *batch(0, 0))
+        names = [name for name, _ in model.named_parameters()]
+        again = _counts(captured.backward, ALL_GATHER)
+        assert _counts(captured.forward, ALL_GATHER) == dict.fromkeys(names, 1)
+        assert set(again.values()) == ({1} if reshard else set())
+        assert not (reshard and whole_weights_among_outputs(captured.forward))
+        outputs = [node.meta["val"] for node in captured.forward.output_node().all_input_nodes]
+        saved.append(sum(value.nbytes for value in outputs if isinstance(value, torch.Tensor)))
+    assert saved[0] > saved[1] > saved[2]
+
+
 @pytest.mark.parametrize("partitioner", PARTITIONERS)
 def test_the_setting_is_taken_per_parameter(partitioner):
     choice = {"*": False, "layers.*": True, "layers.1.*": False}
