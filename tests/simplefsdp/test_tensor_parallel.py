@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.nn import functional as F
 
 from inductor_passes._compat import REDUCES_IN_OWN_DTYPE
 from inductor_passes.collectives import MARK
@@ -16,7 +17,7 @@ from inductor_passes.record import is_collective
 from simplefsdp import llama, recompute, rehearsal, sharded_init, simple_fsdp
 from tests.compare import LOWERINGS, lowered, whole
 from tests.graphs import capture
-from tests.models import batch, fsdp2, tiny_llama
+from tests.models import batch, fsdp2, local, tiny_llama
 from tests.ranks import Ranks
 from tests.simplefsdp.test_search import PROFILE
 
@@ -123,6 +124,30 @@ def _loss_parallel(lowering: str) -> None:
         )
     (logits,) = {model(*batch(0, 0)[:1]).placements}
     assert logits == (Shard(2),)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+def test_so_does_one_that_is_taken_of_the_models_logits(four_ranks: Ranks, lowering: str) -> None:
+    """Outside of the model, and so of the graph, which gives and takes parts of them."""
+    four_ranks.run(_loss_parallel_outside, lowering)
+
+
+def _loss_parallel_outside(lowering: str) -> None:
+    mesh = mesh_of(2, 2)
+    reference, model = (parallel_llama(mesh["tp"], loss_parallel=True) for _ in range(2))
+    fsdp2(reference, FP32, mesh=mesh["dp"])
+    forward = lowered(simple_fsdp(model, mesh["dp"]), lowering, fullgraph=True)
+    tokens, targets = batch(0, mesh["dp"].get_local_rank())
+    losses = []
+    for call in (reference, forward):
+        with loss_parallel():
+            logits = call(tokens)
+            assert logits.placements == (Shard(2),)
+            losses.append(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+            losses[-1].backward()
+    assert torch.equal(*map(whole, losses))
+    for (name, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(local(one.grad), local(other.grad)), name
 
 
 def test_no_rank_has_whole_logits_where_the_loss_is_parallel() -> None:
