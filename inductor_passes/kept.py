@@ -6,8 +6,9 @@ choice (``planner.py``): the fewest bytes that are about as fast as the fastest 
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from .planner import QUICK, TOLERANCE, auto
 from .timeline import Half
@@ -50,6 +51,24 @@ def keep_whole(forward: Half, backward: Half, fqns: Collection[str]) -> tuple[Ha
             for slot in range(min(gather.last + 1, len(between))):
                 between[slot] += gather.nbytes
     left = tuple(gather for gather in backward.gathers if gather.fqn not in fqns)
-    return forward._replace(gathers=gathers), backward._replace(
-        nbytes=tuple(during), between=tuple(between), gathers=left
+    kept = backward._replace(nbytes=tuple(during), between=tuple(between), gathers=left)
+    return forward._replace(gathers=gathers), _without_idle_slots(kept)
+
+
+def _without_idle_slots(half: Half) -> Half:
+    """The same graph, where steps between which nothing is needed or made any more are one."""
+    end = len(half.seconds)
+    slots = sorted({0, end, *(g.use for g in half.gathers), *(r.there for r in half.reductions)})
+    slot = {old: new for new, old in enumerate(slots)}
+    steps = list(pairwise(slots))
+
+    def step(old: int) -> int:
+        return bisect_right(slots, old) - 1
+
+    return Half(
+        tuple(sum(half.seconds[begin:end]) for begin, end in steps),
+        tuple(max(half.nbytes[begin:end]) for begin, end in steps),
+        tuple(half.between[old] for old in slots),
+        tuple(g._replace(use=slot[g.use], last=step(g.last)) for g in half.gathers),
+        tuple(r._replace(there=slot[r.there]) for r in half.reductions),
     )

@@ -207,7 +207,8 @@ class Passes:
         assert isinstance(self.request, Search)
         resharded = partition(GraphModule(joint, copy.deepcopy(joint.graph)), inputs, **kwargs)
         resident, predictable = self.state.resident_bytes, self._predictable(*(half.graph for half in resharded))
-        kept = choose(self.request, predictable, resident, self.params)
+        undecided = [param.fqn for param in self.params.values() if param.reshard is None]
+        kept = choose(self.request, predictable, resident, undecided)
         if kept:
             params = decided(self.params, kept)
             tag(joint.graph, params)
@@ -232,7 +233,8 @@ class Passes:
         if self.request is None:
             self.summaries.append(f"plan none: {before} collectives")
             return
-        kept = [param.fqn for param in params.values() if param.reshard is False]
+        whole = {param.fqn for param in params.values() if param.reshard is False}
+        kept = [fqn for fqn, _ in self.parameters if fqn in whole]
         halves = self._predictable(forward, backward)
         if isinstance(self.request, BucketPlan):
             plan = self.request

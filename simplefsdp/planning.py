@@ -9,7 +9,7 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
+from inductor_passes.kept import keep_whole
 from inductor_passes.repeat import NotAlikeError, repeated
 from inductor_passes.timeline import Half
 
@@ -35,7 +36,8 @@ from .rehearsal import world
 from .rehearsal.command import MODELS, check_meshes, meshes, model_factory, parallelized
 from .rehearsal.systems import cross_entropy
 from .rehearsal.trial import PEAK_FLOPS, flops_per_token
-from .search import Search, parse_bytes, room, search
+from .search import Search, choose, fits, parse_bytes, room, search
+from .sharding import Reshard
 from .trace import trace
 from .wrap import BLOCK, block_of, resolve
 
@@ -43,6 +45,8 @@ _TRACED = 5
 """Blocks of a model that is traced in place of one with more; and once more with one more, to see that they repeat."""
 _PLANS = ("auto", "greedy", "block")
 _SWEPT = ("ranks", "tp", "seq", "batch")
+_KEPT: dict[str | None, Reshard] = {"all": False, "auto": "auto"}
+"""``reshard_after_forward``, by what is kept whole."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, help="how many blocks, instead of the model's own number")
     add("--hybrid", action="store_true", help="shard inside a node, replicate over nodes")
     add("--tp", type=int, default=1, help="neighbouring ranks that the model is tensor parallel over")
-    add("--keep-unsharded", action="store_true", help="reshard_after_forward=False")
+    kept = "weights that stay whole until backward: all, or auto: those that the planner chooses"
+    add("--keep-unsharded", nargs="?", const="all", choices=_KEPT, help=kept)
     add("--activation-checkpointing", default="none", choices=["none", "block", "selective"])
     add("--sweep", nargs="+", metavar="NAME=A,B", help=f"a table over several of {', '.join(_SWEPT)}")
     add("--out", type=Path, default=Path("out/plan"), help="folder for plan.json and what simplefsdp explain reads")
@@ -133,7 +138,8 @@ def plan_step(args: argparse.Namespace, profile: HardwareProfile, bar: tqdm) -> 
         with torch.device("meta"):
             model = parallelized(factory(), tp)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        return simple_fsdp(model, mesh, mp_policy=policy, reshard_after_forward=not args.keep_unsharded)
+        reshard = _KEPT.get(args.keep_unsharded, True)
+        return simple_fsdp(model, mesh, mp_policy=policy, reshard_after_forward=reshard)
 
     bar.set_description("tracing")
     with world(args.ranks, profile.network):
@@ -152,15 +158,20 @@ def plan_step(args: argparse.Namespace, profile: HardwareProfile, bar: tqdm) -> 
         params: list[Any] = list(whole.parameters())
         infos = [(param.simple_fsdp_info, param.dtype, param.requires_grad) for param in params]
         state, parameters = state_of(infos), infos[0][0].model.parameters
+    fqns = tuple(fqn for fqn, _ in parameters)
+    kept: Collection[str] = fqns if args.keep_unsharded == "all" else ()
+    budget = None if args.memory_budget is None else parse_bytes(args.memory_budget)
+    wanted = Search("auto" if args.plan == "block" else args.plan, profile, budget)
+    if args.keep_unsharded == "auto" and args.plan == "auto":
+        chosen = choose(wanted, halves, state.resident_bytes, fqns)
+        whole_halves = keep_whole(halves[0], halves[1], chosen)
+        if fits(wanted, whole_halves, state.resident_bytes):
+            halves, kept = whole_halves, [fqn for fqn in fqns if fqn in chosen]
     forward, backward = halves
     followed = frozenset(reduction.fqn for reduction in backward.reductions if reduction.kind.then)
     members = (forward.gathers, backward.gathers, backward.reductions)
     first, again, reduced = ([member.fqn for member in each] for each in members)
     uses = Uses(first, again, reduced, followed)
-    fqns = tuple(fqn for fqn, _ in parameters)
-    kept = fqns if args.keep_unsharded else ()
-    budget = None if args.memory_budget is None else parse_bytes(args.memory_budget)
-    wanted = Search("auto" if args.plan == "block" else args.plan, profile, budget)
     if args.plan == "block":
         plan = resolve(BLOCK.prefetch, BLOCK.buckets(fqns), uses, parameters, kept)
     else:

@@ -103,17 +103,15 @@ def reshards(chosen: Reshard, fqn: str, plan: Request | Search | BucketPlan | No
     return None if isinstance(plan, Search) and plan.name == "auto" else True
 
 
-def choose(
-    wanted: Search, halves: Sequence[Half], resident: int, params: Mapping[int, GraphParameter]
-) -> frozenset[str]:
+def choose(wanted: Search, halves: Sequence[Half], resident: int, undecided: Collection[str]) -> frozenset[str]:
     """Which of the parameters that are left to the planner stay whole until backward.
 
     Args:
         halves: of graphs that gather all of these again.
         resident: as in ``search``.
+        undecided: FQNs of these parameters.
     """
     forward, backward = halves
-    undecided = [param.fqn for param in params.values() if param.reshard is None]
     return choose_kept(forward, backward, undecided, room(wanted, resident))
 
 

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import simple_fsdp
+from tests.models import PROFILE
 
 LOWERINGS: dict[str, dict[str, Any] | None] = {
     "eager": None,
     "aot_eager": {"lower_with": "aot_eager", "plan": "block"},
-    "inductor": {"plan": "block"},
+    "auto": {"lower_with": "aot_eager", "plan": "auto", "profile": PROFILE},
+    "inductor": {"plan": "auto", "profile": PROFILE},
 }
 
 

@@ -7,7 +7,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from simplefsdp import llama
+from simplefsdp import HardwareProfile, llama
+from simplefsdp.hardware import flat
+
+ONE = ((1.0, 1e9),)
+PROFILE = HardwareProfile(
+    "test",
+    "made up",
+    matmul={"float32": ONE},
+    attention={"float32": ONE},
+    memory=((1.0, 1e10),),
+    launch_s=1e-6,
+    collective_launch_s=1e-5,
+    contention=0.0,
+    network=flat("test", 8, alpha_s=1e-4, bandwidth_bytes_per_s=1e8),
+)
+"""Of a device on which a collective takes as long as a block of ``tiny_llama``, so that some are merged."""
 
 
 def tiny_llama(**changes: Any) -> llama.Llama:

@@ -13,9 +13,8 @@ from inductor_passes.repeat import NotAlikeError, repeated
 from inductor_passes.timeline import Half
 from simplefsdp import simple_fsdp
 from simplefsdp.backend import Traced, trace_only
-from tests.models import batch, tiny_llama
+from tests.models import PROFILE, batch, tiny_llama
 from tests.ranks import fake_group
-from tests.simplefsdp.test_search import PROFILE
 
 
 def traced(model: nn.Module, *inputs: Any, reshard: bool = True) -> tuple[Half, Half]:

@@ -14,9 +14,8 @@ import torch.multiprocessing as mp
 from simplefsdp import calibrate, cli, simple_fsdp
 from simplefsdp.hardware import load_profile, network
 from simplefsdp.prediction import Prediction
-from tests.models import batch, tiny_llama
+from tests.models import PROFILE, batch, tiny_llama
 from tests.ranks import METHOD
-from tests.simplefsdp.test_search import PROFILE
 
 
 def test_the_command_measures_this_device_and_keeps_it(

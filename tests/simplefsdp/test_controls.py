@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from simplefsdp import register_fsdp_forward_method, simple_fsdp
 from simplefsdp.controls import Controls
 from tests import graphs, zoo
-from tests.compare import assert_same, lowered, vectors, whole
+from tests.compare import LOWERINGS, assert_same, lowered, vectors, whole
 from tests.models import batch, tiny_llama
 from tests.ranks import Ranks
 from tests.watch import Watch
@@ -132,7 +132,7 @@ def _other_methods() -> None:
         register_fsdp_forward_method(model, "weight")
 
 
-@pytest.mark.parametrize("lowering", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("lowering", LOWERINGS)
 def test_gradients_are_added_up_without_communication(two_ranks: Ranks, lowering: str) -> None:
     two_ranks.run(_accumulate, lowering)
 
@@ -175,7 +175,7 @@ def test_frozen_and_tied_parameters_without_reductions() -> None:
     assert model[1].up.weight.grad.placements == model[1].up.weight.placements
 
 
-@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+@pytest.mark.parametrize("lowering", ["eager", "auto"])
 def test_gradients_are_not_lost_however_the_switch_is_used(two_ranks: Ranks, lowering: str) -> None:
     two_ranks.run(_odd_switches, lowering)
 

@@ -60,7 +60,7 @@ def tokens(step: int, rank: int) -> Tensor:
     return torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+@pytest.mark.parametrize("lowering", ["eager", "auto"])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_huggingface_models_train_as_in_a_single_process(two_ranks: Ranks, kind: str, lowering: str) -> None:
     two_ranks.run(_trains, kind, lowering)

@@ -22,9 +22,8 @@ from simplefsdp.explain import read
 from simplefsdp.explanation import Explanation
 from simplefsdp.measurement import Run
 from simplefsdp.measuring import Event, runs_of, seen_in
-from tests.models import batch, tiny_llama
+from tests.models import PROFILE, batch, tiny_llama
 from tests.ranks import Ranks
-from tests.simplefsdp.test_search import PROFILE
 
 SLOW = PROFILE.network
 

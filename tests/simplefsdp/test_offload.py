@@ -24,9 +24,8 @@ from simplefsdp.parametrization import _apply_where_it_is_kept
 from simplefsdp.prediction import state_of
 from tests import graphs
 from tests.compare import lowered
-from tests.models import batch, fsdp2, local, tiny_llama, train
+from tests.models import PROFILE, batch, fsdp2, local, tiny_llama, train
 from tests.ranks import Ranks, fake_group
-from tests.simplefsdp.test_search import PROFILE
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 OFFLOAD = CPUOffloadPolicy()
@@ -58,7 +57,7 @@ def _train(lowering: str, mode: str) -> None:
     torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+@pytest.mark.parametrize("lowering", ["eager", "auto"])
 def test_accumulated_and_clipped_it_has_them_too(two_ranks: Ranks, lowering: str) -> None:
     two_ranks.run(_accumulate, lowering)
 

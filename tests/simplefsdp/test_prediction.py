@@ -15,8 +15,7 @@ from inductor_passes.order import Bucket
 from inductor_passes.timeline import Gather, Half, Kind, Reduction
 from simplefsdp import BucketPlan, HardwareProfile, simple_fsdp
 from simplefsdp.prediction import Prediction, State, costs_of, predict, state_of, timelines
-from tests.models import batch, tiny_llama
-from tests.simplefsdp.test_search import PROFILE
+from tests.models import PROFILE, batch, tiny_llama
 
 KIND = Kind("shard", alpha_s=1.0, s_per_byte=0.1)
 """A collective of 10 bytes takes 2 seconds."""

@@ -16,29 +16,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from inductor_passes.collectives import BUCKET, MARK
 from inductor_passes.planner import auto, greedy
 from inductor_passes.timeline import Schedule, scheduled
-from simplefsdp import BucketPlan, HardwareProfile, manual_plan, simple_fsdp
+from simplefsdp import BucketPlan, manual_plan, simple_fsdp
 from simplefsdp.backend import passes_for
 from simplefsdp.hardware import Link, flat, save
 from simplefsdp.options import parse_options
 from simplefsdp.search import device_bytes, parse_bytes
 from simplefsdp.sharding import Reshard
 from tests.graphs import capture, whole_weights_among_outputs
-from tests.models import batch, tiny_llama, train
+from tests.models import PROFILE, batch, tiny_llama, train
 from tests.ranks import Ranks, fake_group
-
-ONE = ((1.0, 1e9),)
-PROFILE = HardwareProfile(
-    "test",
-    "made up",
-    matmul={"float32": ONE},
-    attention={"float32": ONE},
-    memory=((1.0, 1e10),),
-    launch_s=1e-6,
-    collective_launch_s=1e-5,
-    contention=0.0,
-    network=flat("test", 8, alpha_s=1e-4, bandwidth_bytes_per_s=1e8),
-)
-"""Of a device on which a collective takes as long as a block of ``tiny_llama``, so that some are merged."""
 
 
 def planned(

@@ -17,9 +17,8 @@ from inductor_passes.record import is_collective
 from simplefsdp import llama, recompute, rehearsal, sharded_init, simple_fsdp
 from tests.compare import LOWERINGS, lowered, whole
 from tests.graphs import capture
-from tests.models import batch, fsdp2, local, tiny_llama
+from tests.models import PROFILE, batch, fsdp2, local, tiny_llama
 from tests.ranks import Ranks
-from tests.simplefsdp.test_search import PROFILE
 
 FP32, BF16 = MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -126,7 +125,7 @@ def _loss_parallel(lowering: str) -> None:
     assert logits == (Shard(2),)
 
 
-@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+@pytest.mark.parametrize("lowering", ["eager", "auto"])
 def test_so_does_one_that_is_taken_of_the_models_logits(four_ranks: Ranks, lowering: str) -> None:
     """Outside of the model, and so of the graph, which gives and takes parts of them."""
     four_ranks.run(_loss_parallel_outside, lowering)

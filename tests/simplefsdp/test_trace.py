@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from simplefsdp import BucketPlan, simple_fsdp
-from tests.models import batch, tiny_llama
-from tests.simplefsdp.test_search import PROFILE
+from tests.models import PROFILE, batch, tiny_llama
 
 
 def written(folder: Path, plan: str, mesh: Any = None) -> tuple[list[dict[str, Any]], dict[str, Any], BucketPlan]:
