@@ -52,7 +52,7 @@ def why(half: Half, schedule: Schedule, room: float) -> tuple[list[Why], list[Wh
     gathers = []
     for i, timed in enumerate(schedule.gathers):
         spans = _spans(played, half.gathers, timed, "gather")
-        earlier = _earlier(half, schedule, i)
+        earlier = _earlier(half, schedule, i) if _exposed(spans) else None
         bound, where = _bound(spans, change(earlier) if earlier else None, "issued earlier")
         joins = _alike(half.gathers, schedule.gathers[i : i + 2])
         closed = _closed(change(schedule.with_gathers_merged(i))) if joins else _ALONE[joins]
@@ -60,7 +60,7 @@ def why(half: Half, schedule: Schedule, room: float) -> tuple[list[Why], list[Wh
     reductions = []
     for i, timed in enumerate(schedule.reductions):
         spans = _spans(played, half.reductions, timed, "reduce", "all-reduce")
-        later = _later(half, schedule, i)
+        later = _later(half, schedule, i) if _exposed(spans) else None
         bound, where = _bound(spans, change(later) if later else None, "awaited later")
         joins = _alike(half.reductions, schedule.reductions[i : i + 2])
         closed = _closed(change(schedule.with_reductions_merged(i))) if joins else _ALONE[joins]
@@ -71,6 +71,10 @@ def why(half: Half, schedule: Schedule, room: float) -> tuple[list[Why], list[Wh
 def _spans(played: Timeline, of: Sequence[Gather | Reduction], timed: Timed, *what: str) -> tuple[Span, ...]:
     fqns = {of[k].fqn for k in timed.members}
     return tuple(span for span in played.spans if span.what in what and span.fqns[0] in fqns)
+
+
+def _exposed(spans: Sequence[Span]) -> bool:
+    return any(span.exposed for span in spans)
 
 
 def _earlier(half: Half, schedule: Schedule, i: int) -> Schedule | None:
@@ -104,7 +108,7 @@ _ALONE = {None: "it is the last", False: "the next is of another process group o
 
 def _bound(spans: Sequence[Span], moved: _Change | None, how: str) -> tuple[Bound, str]:
     queued = sum(span.started - span.issued for span in spans)
-    if not any(span.exposed for span in spans):
+    if not _exposed(spans):
         return "nothing", f"in time, by {_ms(min(span.awaited - span.finished for span in spans))}"
     if moved is not None and moved.seconds < 0:
         if moved.over > 0:

@@ -57,7 +57,7 @@ from .prediction import State, costs_of, predict, state_of, timelines
 from .recompute import CHANGED_WHILE_WHOLE
 from .search import Search, choose, decided, fits, reshards, room, search
 from .sharding import ShardedModel, ShardedParameter, unshard
-from .trace import trace
+from .trace import report_of
 from .wrap import BLOCK, Buckets, Request, resolve
 
 log = logging.getLogger("simplefsdp")
@@ -254,9 +254,8 @@ class Passes:
             predicted = f", predicted to take {prediction}"
             log.debug("plan %s is predicted to take %s", plan.hash, prediction)
             if self.report is not None:
-                self.report.write_text("costs.json", costs.to_json())
-                self.report.write_text("prediction.json", prediction.to_json())
-                self.report.write_text("timeline.json", trace(halves, played, self.state.resident_bytes))
+                for name, text in report_of(prediction, costs, played).items():
+                    self.report.write_text(name, text)
         self.summaries.append(f"plan {plan.hash}: {before} -> {plan.collectives(uses)} collectives{predicted}")
         trace_artifact("simplefsdp_plan", plan.to_json)
         assign(forward, plan.forward, plan.reductions)

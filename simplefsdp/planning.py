@@ -38,7 +38,7 @@ from .rehearsal.systems import cross_entropy
 from .rehearsal.trial import PEAK_FLOPS, flops_per_token
 from .search import Search, choose, fits, parse_bytes, room, search
 from .sharding import Reshard
-from .trace import trace
+from .trace import report_of
 from .wrap import BLOCK, block_of, resolve
 
 _TRACED = 5
@@ -66,12 +66,8 @@ class Planned:
     def save(self, folder: Path) -> None:
         """As the report of a compilation: the plan, what it is predicted to take, the timeline."""
         played = timelines(self.plan, self.costs.halves)
-        files = {
-            "plan.json": self.plan.to_json(),
-            "costs.json": self.costs.to_json(),
-            "prediction.json": predict(self.plan, self.costs, played).to_json(),
-            "timeline.json": trace(self.costs.halves, played, self.costs.resident_bytes),
-        }
+        predicted = report_of(predict(self.plan, self.costs, played), self.costs, played)
+        files = {"plan.json": self.plan.to_json(), **predicted}
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text)

@@ -11,9 +11,19 @@ from typing import Any
 from inductor_passes.timeline import Half, Span, Timeline
 
 from .measurement import Run
+from .prediction import Costs, Prediction
 
 _COMPUTE = 0
 """The first track; process groups have the following ones."""
+
+
+def report_of(prediction: Prediction, costs: Costs, played: Sequence[Timeline]) -> dict[str, str]:
+    """What is predicted of a plan, as the files of a report, by name."""
+    return {
+        "costs.json": costs.to_json(),
+        "prediction.json": prediction.to_json(),
+        "timeline.json": trace(costs.halves, played, costs.resident_bytes),
+    }
 
 
 def trace(halves: Sequence[Half], timelines: Sequence[Timeline], resident: int = 0) -> str:
