@@ -106,9 +106,10 @@ def simple_fsdp(
         offload_policy: ``torch.distributed.fsdp.CPUOffloadPolicy`` keeps shards, gradients and so the optimizer's state
             on CPU (in pinned memory, if it says so and there is a GPU): a shard is copied to the mesh's device when it
             is gathered, its reduced gradient back, and the optimizer steps on CPU. The model may be on CPU, on the
-            mesh's device or on ``meta``; its buffers are moved to the mesh's device, and ``model.to(device)`` and
-            ``to_empty(device=...)`` move everything but shards. A process group that is to reduce or gather shards
-            themselves (``full_tensor()``, checkpoints) needs a backend for CPU too, as ``"cpu:gloo,cuda:nccl"``.
+            mesh's device or on ``meta``; its buffers are moved to the mesh's device, ``ignored_params`` are not, and
+            ``model.to(device)`` and ``to_empty(device=...)`` move everything but shards. A process group that is to
+            reduce or gather shards themselves (``full_tensor()``, checkpoints) needs a backend for CPU too, as
+            ``"cpu:gloo,cuda:nccl"``.
             ``None`` or ``OffloadPolicy()``: everything is on the mesh's device. Predictions leave out the time of these
             copies, and of the optimizer on CPU.
 

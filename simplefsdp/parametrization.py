@@ -187,13 +187,16 @@ def _check_replacement(module: ShardedModule, name: str, param: nn.Parameter | N
             "reduced; add it before simple_fsdp()"
         )
     found = f"a {type(param).__name__} of shape {tuple(param.shape)}"
+    offloaded = info.communication.device is not None
     if isinstance(param, DTensor):
-        if param.placements == info.placements and tuple(param.shape) == info.shape:
+        here = not offloaded or param.device.type in ("cpu", "meta")
+        if param.placements == info.placements and tuple(param.shape) == info.shape and here:
             return
-        found += f" placed as {param.placements}"
+        found += f" placed as {param.placements}" + f" on {param.device.type}" * offloaded
     raise RuntimeError(
         f"{info.fqn}: {found} was assigned where simple_fsdp() had put a DTensor of shape {info.shape} placed as "
-        f"{info.placements}. Copy the values into the shard (load_state_dict does), or assign before simple_fsdp()"
+        f"{info.placements}{' on cpu' * offloaded}. Copy the values into the shard (load_state_dict does), or assign "
+        "before simple_fsdp()"
     )
 
 

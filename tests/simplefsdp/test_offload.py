@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
 from torch.fx import Graph
 
+from inductor_passes._compat import dtensor
 from inductor_passes.cost_model import half
 from inductor_passes.offload import TO_DEVICE, TO_HOST
 from simplefsdp import clip_grad_norm_, sharded_init, simple_fsdp, step_on_shards
@@ -184,6 +187,18 @@ def test_moving_the_model_leaves_shards_and_gradients_on_cpu() -> None:
         assert _apply_where_it_is_kept(lambda _: there, torch.ones(3)) is there
         for kept in (model.weight, gradient):
             assert _apply_where_it_is_kept(lambda _: there, kept) is there.cpu()
+
+
+def test_a_shard_on_another_device_cannot_be_assigned() -> None:
+    with fake_group(4):
+        mesh = init_device_mesh("cpu", (4,))
+        mesh._device_type = "cuda"
+        model = simple_fsdp(nn.Linear(8, 8), mesh, offload_policy=OFFLOAD)
+        with FakeTensorMode():
+            there = dtensor(torch.empty(2, 8, device="cuda"), mesh, (Shard(0),), model.weight.shape)
+            refused = r"weight: .* of shape \(8, 8\) placed as .* on cuda was assigned .* placed as .* on cpu\."
+            with pytest.raises(RuntimeError, match=refused):
+                model.weight = nn.Parameter(there)
 
 
 def test_made_on_meta_it_is_initialised_and_loaded_on_cpu() -> None:
