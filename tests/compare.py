@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ LOWERINGS: dict[str, dict[str, Any] | None] = {
     "auto": {"lower_with": "aot_eager", "plan": "auto", "profile": PROFILE},
     "inductor": {"plan": "auto", "profile": PROFILE},
 }
+EVERY_LOWERING = ["eager", "aot_eager", pytest.param("auto", marks=pytest.mark.slow), "inductor"]
+"""For tests of what has to work with each; ``conftest.py`` makes cases of ``"inductor"`` slow."""
 
 
 def lowered(model: nn.Module, lowering: str, fullgraph: bool = False) -> Any:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from simplefsdp import register_fsdp_forward_method, simple_fsdp
 from simplefsdp.controls import Controls
 from tests import graphs, zoo
-from tests.compare import LOWERINGS, assert_same, lowered, vectors, whole
+from tests.compare import EVERY_LOWERING, assert_same, lowered, vectors, whole
 from tests.models import batch, tiny_llama
 from tests.ranks import Ranks
 from tests.watch import Watch
@@ -132,7 +132,7 @@ def _other_methods() -> None:
         register_fsdp_forward_method(model, "weight")
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("lowering", EVERY_LOWERING)
 def test_gradients_are_added_up_without_communication(two_ranks: Ranks, lowering: str) -> None:
     two_ranks.run(_accumulate, lowering)
 

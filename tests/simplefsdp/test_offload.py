@@ -35,29 +35,32 @@ OFFLOAD = CPUOffloadPolicy()
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-@pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
-@pytest.mark.parametrize("lowering", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("lowering", "mode"),
+    [
+        ("eager", "fully_shard"),
+        ("eager", "replicate"),
+        ("aot_eager", "fully_shard"),
+        ("inductor", "fully_shard"),
+    ],
+)
 def test_training_has_the_bits_of_training_without(two_ranks: Ranks, lowering: str, mode: str) -> None:
     two_ranks.run(_train, lowering, mode)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
-def test_hybrid_shards_have_them_too(four_ranks: Ranks, lowering: str) -> None:
-    four_ranks.run(_train, lowering, "hybrid_shard")
+def test_hybrid_shards_have_them_too(four_ranks: Ranks) -> None:
+    four_ranks.run(_train, "aot_eager", "hybrid_shard")
 
 
 def _train(lowering: str, mode: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2)) if mode == "hybrid_shard" else None
-    # Of a weight that is not gathered Inductor fuses the cast with what reads it, unless it is copied before.
-    tolerance = 1e-3 if (lowering, mode) == ("inductor", "replicate") else 0
     found = []
     for policy in (OffloadPolicy(), OFFLOAD):
         torch._dynamo.reset()
         model = simple_fsdp(tiny_llama(ffn_dim=9, layers=2), mesh, mode=mode, mp_policy=BF16, offload_policy=policy)
-        losses, gradients, weights = train(model, lowered(model, lowering, fullgraph=True), 3, dist.get_rank())
-        found.append((losses, *(() if tolerance else (gradients, weights))))
-    torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
+        found.append(train(model, lowered(model, lowering, fullgraph=True), 3, dist.get_rank()))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("lowering", ["eager", "auto"])

@@ -22,7 +22,7 @@ from inductor_passes.collectives import MARK
 from inductor_passes.record import is_collective
 from simplefsdp import rehearsal, simple_fsdp
 from simplefsdp.pipeline import PipelineStage
-from tests.compare import LOWERINGS, assert_same, lowered
+from tests.compare import EVERY_LOWERING, assert_same, lowered
 from tests.graphs import capture
 from tests.models import PROFILE
 from tests.ranks import Ranks
@@ -143,7 +143,7 @@ def expert_parallel(mesh: DeviceMesh) -> nn.Module:
     return simple_fsdp(model, mesh["rest", "ep"]._flatten("all"))
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("lowering", EVERY_LOWERING)
 def test_experts_may_be_on_another_mesh_than_the_rest(four_ranks: Ranks, lowering: str) -> None:
     four_ranks.run(_experts, lowering)
 

@@ -41,13 +41,15 @@ def compiled(folder: Path, tp: int = 1, keep_unsharded: str = "", **options: Any
     return BucketPlan.load(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
+        {},
+        {"plan": "block"},
+        {"memory_budget": "16MiB"},
+        {"keep_unsharded": "auto", "memory_budget": "16MiB"},
         {"tp": 2},
-        {"keep_unsharded": "auto"},
-        pytest.param({"keep_unsharded": "auto", "memory_budget": "16MiB"}, marks=pytest.mark.slow),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"plan": "block"}, {"memory_budget": "16MiB"})),
     ],
 )
 def test_the_plan_is_that_of_the_compilation(

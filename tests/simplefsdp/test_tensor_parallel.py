@@ -15,7 +15,7 @@ from inductor_passes._compat import REDUCES_IN_OWN_DTYPE
 from inductor_passes.collectives import MARK
 from inductor_passes.record import is_collective
 from simplefsdp import llama, recompute, rehearsal, sharded_init, simple_fsdp
-from tests.compare import LOWERINGS, lowered, whole
+from tests.compare import EVERY_LOWERING, lowered, whole
 from tests.graphs import capture
 from tests.models import PROFILE, batch, fsdp2, local, tiny_llama
 from tests.ranks import Ranks
@@ -85,7 +85,7 @@ def vectors(step: int, rank: int) -> tuple[Tensor]:
     return (torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(100 * step + rank)),)
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("lowering", EVERY_LOWERING)
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
 def test_a_sequence_parallel_llama_trains_bitwise_as_with_fsdp2(
     four_ranks: Ranks, policy: MixedPrecisionPolicy, lowering: str
@@ -105,7 +105,7 @@ def _llama(policy: MixedPrecisionPolicy, lowering: str) -> None:
     equal_to(reference, model, forward, batch, mesh["dp"].get_local_rank(), tolerance)
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("lowering", EVERY_LOWERING)
 def test_a_loss_by_parts_of_the_vocabulary_trains_bitwise_as_with_fsdp2(four_ranks: Ranks, lowering: str) -> None:
     """Inside of the model, and so of the graph."""
     four_ranks.run(_loss_parallel, lowering)
