@@ -168,12 +168,13 @@ class _Local(torch.autograd.Function):
 class _Global(torch.autograd.Function):
     @staticmethod
     def forward(ctx, local, spec):
-        ctx.spec = spec
+        ctx.spec, ctx.device = spec, local.device
         return DTensor(local, spec, requires_grad=False)
 
     @staticmethod
     def backward(ctx, grad):
-        return _Local.apply(grad.redistribute(ctx.spec.mesh, ctx.spec.placements)), None
+        local = _Local.apply(grad.redistribute(ctx.spec.mesh, ctx.spec.placements))
+        return local.to(ctx.device), None
 
 
 def inside_torch_compile() -> bool:

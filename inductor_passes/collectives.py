@@ -136,6 +136,21 @@ def identify(graph: Graph, params: Mapping[int, GraphParameter]) -> list[str]:
     return missed
 
 
+def copies_of_whole(graph: Graph, params: Mapping[int, GraphParameter]) -> list[tuple[GraphParameter, Node]]:
+    """Copies to the device of offloaded parameters that are not gathered, as every rank has the whole."""
+    return [
+        (params[index], copy)
+        for index, shard in parameter_inputs(graph).items()
+        if index in params and not _reachable(shard)
+        for copy in _copies(shard)
+    ]
+
+
+def _copies(shard: Node) -> list[Node]:
+    found = [user for user in shard.users if user.target is TO_DEVICE]
+    return found + [copy for user in shard.users if user.target in _VIEWS for copy in _copies(user)]
+
+
 def deterministic(node: Node) -> bool:
     """Whether ``node`` computes a tensor (or a tuple of them) from other nodes and nothing else."""
     if not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):

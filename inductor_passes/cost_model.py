@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from ._compat import group_ranks, hint
 from .collectives import MARK, REDUCE_SCATTER, WAIT, Collective, deterministic, gathers, reductions
 from .memory import alive
-from .offload import TO_HOST
+from .offload import TO_DEVICE, TO_HOST
 from .order import graph_items, places
 from .timeline import Gather, Half, Kind, Reduction
 
@@ -85,6 +85,8 @@ def costs(graph: Graph, profile: Profile) -> Costs:
             members.setdefault(regions[node], []).append(node)
         elif _computes(node):
             seconds[node] = _seconds(node, profile)
+            stored[node] = _nbytes(node)
+        elif node.target is TO_DEVICE:
             stored[node] = _nbytes(node)
         elif kind := _own_collective(node):
             nbytes = max(map(_nbytes, (node, node.all_input_nodes[0])))

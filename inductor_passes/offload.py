@@ -38,7 +38,7 @@ for _function, _schema, _fake in (
     (to_device, "(Tensor shard, str device) -> Tensor", _shape_on_device),
     (to_host, "(Tensor gradient, bool pinned) -> Tensor", _shape_on_host),
 ):
-    LIBRARY.define(_function.__name__ + _schema, tags=(torch.Tag.flexible_layout,))
+    LIBRARY.define(_function.__name__ + _schema, tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe))
     LIBRARY.impl(_function.__name__, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"simplefsdp::{_function.__name__}", _fake, lib=LIBRARY)
 

@@ -14,20 +14,26 @@ from collections.abc import Mapping
 from torch.fx import Graph, Node
 
 from ._compat import CheckpointPolicy
-from .collectives import GraphParameter, deterministic, gathers, source_chain
+from .collectives import GraphParameter, copies_of_whole, deterministic, gathers, source_chain
 
 # The partitioner saves what lies between two checkpointed regions: a recomputed node whose user has a larger id.
 _LAST_REGION = sys.maxsize
 
 
 def tag(graph: Graph, params: Mapping[int, GraphParameter]) -> None:
-    """Tag each marked gather chain of a joint graph: recompute it in backward, or save the gathered weight.
+    """Tag each marked gather chain of a joint graph: recompute it in backward, or save the gathered weight. A weight
+    that is offloaded and not sharded is copied again, or its copy saved.
 
     Uses the partitioners' own vocabulary (``meta["recompute"]``, a ``torch.utils.checkpoint.CheckpointPolicy``), which
     ``min_cut_rematerialization_partition`` and ``default_partition`` both obey.
     """
     reshard = {param.fqn: param.reshard for param in params.values()}
     weights: set[Node] = set()
+    for param, copy in copies_of_whole(graph, params):
+        _recompute(*source_chain(copy), copy)
+        weights.add(copy)
+        if param.reshard is False:
+            copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for gather in gathers(graph):
         _recompute(*source_chain(gather.node), gather.node, gather.wait)
         weights.add(gather.wait)

@@ -107,9 +107,11 @@ def simple_fsdp(
             on CPU (in pinned memory, if it says so and there is a GPU): a shard is copied to the mesh's device when it
             is gathered, its reduced gradient back, and the optimizer steps on CPU. The model may be on CPU, on the
             mesh's device or on ``meta``; its buffers are moved to the mesh's device, ``ignored_params`` are not, and
-            ``model.to(device)`` and ``to_empty(device=...)`` move everything but shards. A process group that is to
-            reduce or gather shards themselves (``full_tensor()``, checkpoints) needs a backend for CPU too, as
-            ``"cpu:gloo,cuda:nccl"``.
+            ``model.to(device)`` and ``to_empty(device=...)`` move everything but shards. What reduces or gathers shards
+            themselves (``full_tensor()``, checkpoints, ``GradScaler``, torch's own ``clip_grad_norm_``) needs a process
+            group with a backend for CPU too, as ``"cpu:gloo,cuda:nccl"``. Load whole state dicts by
+            ``model.load_state_dict``: torch's ``set_model_state_dict`` takes models on one device only. After a forward
+            without a backward, call ``torch.cuda.synchronize()`` before shards in pinned memory are changed in place.
             ``None`` or ``OffloadPolicy()``: everything is on the mesh's device. Predictions leave out the time of these
             copies, and of the optimizer on CPU.
 
@@ -186,10 +188,8 @@ def simple_fsdp(
         sharded[id(param)] = replace_parameter(param, local, info), info
     for param in ignored.values():
         param.simple_fsdp_ignored = True  # type: ignore[attr-defined]
-    for module in model.modules() if offloads else ():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type == "cpu":
-                module._buffers[name] = buffer.to(mesh.device_type)
+    if offloads:
+        _move_buffers(model, mesh.device_type)
     _shard_modules(model, sharded, mp_policy)
     return model
 
@@ -229,14 +229,21 @@ def _ignored(model: nn.Module, ignored_params: Iterable[nn.Parameter] | None) ->
 
 def _device_type(params: dict[str, nn.Parameter], offloads: bool) -> str:
     """Of a mesh for them."""
-    found = {param.device.type for param in params.values()} - {"meta"}
+    found = {param.device.type for param in params.values()} - {"meta", *(["cpu"] if offloads else [])}
     if len(found) > 1:
         raise ValueError(f"parameters are on several devices: {sorted(found)}; move the model to one first")
-    return (
-        min(found)
-        if found and not (offloads and found == {"cpu"})
-        else ("cuda" if torch.cuda.is_available() else "cpu")
-    )
+    return min(found) if found else ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _move_buffers(model: nn.Module, device_type: str) -> None:
+    """Those on CPU; what several modules hold stays one."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "cpu":
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = buffer.to(device_type)
+                module._buffers[name] = moved[id(buffer)]
 
 
 def _placements(

@@ -58,7 +58,7 @@ def clip_grad_norm_(
         mine = found[layout(placed.device_mesh, placed.placements) if isinstance(placed, DTensor) else ()]
         if gradient is not None:
             mine.append(local_part(gradient))
-    total = _norm(found, norm_type, foreach, _device(parameters[0]))
+    total = _norm(found, norm_type, foreach, _device(parameters))
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"error_if_nonfinite: the norm of order {norm_type} of all gradients is {total.item()}; nothing was scaled"
@@ -96,8 +96,9 @@ def _norm(found: dict[_Groups, list[Tensor]], order: float, foreach: bool | None
     return every.max() if largest else every.sum() ** (1 / order)
 
 
-def _device(param: Tensor) -> torch.device:
-    """Where its process groups reduce."""
+def _device(parameters: list[Tensor]) -> torch.device:
+    """Where their process groups reduce."""
+    param = next((param for param in parameters if isinstance(param, DTensor)), parameters[0])
     there = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
     return param.device if there == param.device.type else torch.device(there)
 

@@ -101,6 +101,7 @@ class ShardedModule(nn.Module):
     def __deepcopy__(self, memo):
         memo[id(self)] = twin = object.__new__(type(self))
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        attach(twin)
         return twin
 
     def __reduce_ex__(self, protocol):

@@ -158,7 +158,7 @@ def plan_step(args: argparse.Namespace, profile: HardwareProfile, bar: tqdm) -> 
     kept: Collection[str] = fqns if args.keep_unsharded == "all" else ()
     budget = None if args.memory_budget is None else parse_bytes(args.memory_budget)
     wanted = Search("auto" if args.plan == "block" else args.plan, profile, budget)
-    if args.keep_unsharded == "auto" and args.plan == "auto":
+    if args.keep_unsharded == "auto":
         chosen = choose(wanted, halves, state.resident_bytes, fqns)
         whole_halves = keep_whole(halves[0], halves[1], chosen)
         if fits(wanted, whole_halves, state.resident_bytes):
@@ -239,6 +239,8 @@ def _check(args: argparse.Namespace) -> HardwareProfile:
         if args.plan == "block":
             raise ValueError("--memory-budget: needs --plan auto or greedy")
         parse_bytes(args.memory_budget)
+    if args.keep_unsharded == "auto" and args.plan != "auto":
+        raise ValueError("--keep-unsharded: auto needs --plan auto")
     model_factory(args)
     if args.profile.endswith(".json"):
         if args.network is not None:

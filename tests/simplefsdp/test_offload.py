@@ -4,6 +4,7 @@ On a mesh of CPUs everything is done as on one of GPUs, copies included, and val
 of ``meta`` devices there are no values, but whatever mixes devices fails.
 """
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from torch.distributed.tensor import Shard
 from torch.fx import Graph
 
 from inductor_passes._compat import dtensor
-from inductor_passes.cost_model import half
+from inductor_passes.cost_model import costs, half
 from inductor_passes.offload import TO_DEVICE, TO_HOST
 from simplefsdp import clip_grad_norm_, sharded_init, simple_fsdp, step_on_shards
 from simplefsdp.parametrization import _apply_where_it_is_kept
@@ -149,10 +150,10 @@ def _is_copied_where_it_belongs(graph: Graph) -> None:
     for gather in graphs.nodes(graph, graphs.ALL_GATHER):
         copies = [node for node in _above(gather) if node.target is TO_DEVICE]
         assert copies
-        assert {at[copy] for copy in copies} == {at[gather]}
-    for copy in graphs.nodes(graph, TO_HOST):
-        (wait,) = [node for node in _above(copy) if node.target is graphs.WAIT][:1]
-        assert at[copy] == at[wait]
+        assert {at[each] for each in copies} == {at[gather]}
+    for back in graphs.nodes(graph, TO_HOST):
+        (wait,) = [node for node in _above(back) if node.target is graphs.WAIT][:1]
+        assert at[back] == at[wait]
 
 
 def _above(node: Any) -> list[Any]:
@@ -163,6 +164,21 @@ def _above(node: Any) -> list[Any]:
         if source.target is not graphs.WAIT:
             found += _above(source)
     return found
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_whole_copy_is_freed_and_made_again_unless_it_is_to_stay(mesh: DeviceMesh, reshard: bool) -> None:
+    model = offloaded(mesh, mode="replicate", reshard_after_forward=reshard)
+    captured = graphs.capture(model, tokens(), plan="none")
+    parameters = len(list(model.parameters()))
+    assert len(graphs.nodes(captured.forward, TO_DEVICE)) == parameters
+    again = graphs.nodes(captured.backward, TO_DEVICE)
+    saved = graphs.whole_weights_among_outputs(captured.forward)
+    # An embedding's backward does not need its weight.
+    assert (len(again), len(saved)) == ((parameters - 1, 0) if reshard else (0, parameters - 1))
+    if again:
+        copied = costs(captured.backward, PROFILE).stored
+        assert {node: copied.get(node) for node in again} == {node: node.meta["val"].nbytes for node in again}
 
 
 def test_what_is_offloaded_takes_no_memory_of_the_device(mesh: DeviceMesh) -> None:
@@ -242,6 +258,49 @@ def test_norms_are_reduced_on_the_device_of_the_mesh(mesh: DeviceMesh, monkeypat
     model(tokens()).square().mean().backward()
     with pytest.raises(Reduced, match="meta"):
         clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("first", ["sharded", "whole, on cpu"])
+def test_norms_are_reduced_there_whatever_comes_first(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    devices = []
+    monkeypatch.setattr("simplefsdp.clip._norm", lambda _found, _order, _foreach, device: devices.append(device))
+    params = [nn.Parameter(torch.ones(1)), *offloaded(mesh).parameters()]
+    with pytest.raises(TypeError):  # as there is no norm
+        clip_grad_norm_(params if first == "whole, on cpu" else params[::-1], 1.0)
+    assert devices == [META]
+
+
+def test_a_buffer_that_modules_share_stays_one(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        layer.register_buffer("cache", model[0]._buffers.get("cache", torch.ones(3)))
+    simple_fsdp(model, mesh, offload_policy=OFFLOAD)
+    assert model[0].cache is model[1].cache
+    assert model[0].cache.device == META
+
+
+def test_a_copy_of_the_model_is_offloaded_alike(mesh: DeviceMesh) -> None:
+    model = copy.deepcopy(offloaded(mesh))
+    model(tokens()).square().mean().backward()
+    assert {param.grad._local_tensor.device for param in model.parameters()} == {CPU}
+
+
+def test_second_derivatives_of_whole_gradients(two_ranks: Ranks) -> None:
+    two_ranks.run(_second_derivatives)
+
+
+def _second_derivatives() -> None:
+    found = []
+    for policy in (None, OFFLOAD):
+        torch.manual_seed(0)
+        model: Any = simple_fsdp(nn.Linear(4, 4), offload_policy=policy)
+        loss = model(torch.ones(2, 4)).square().sum()
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        sum(gradient.full_tensor().square().sum() for gradient in gradients).backward()
+        found.append([local(param.grad) for param in model.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_what_is_no_policy_is_refused(mesh: DeviceMesh) -> None:

@@ -139,6 +139,7 @@ def test_any_model_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ([*SMALL, "--ranks", 64, "--network", "h100-1-node"], "--ranks: 64, but network 'h100-1-node' has 8"),
         ([*SMALL, "--hybrid"], "--hybrid: 8 ranks are not several nodes of 8"),
         ([*SMALL, "--memory-budget", "75GiB", "--plan", "block"], "--memory-budget: needs --plan auto or greedy"),
+        ([*SMALL, "--keep-unsharded", "auto", "--plan", "greedy"], "--keep-unsharded: auto needs --plan auto"),
         ([*SMALL, "--memory-budget", "much"], "expected bytes, as 60_000_000 or '60GiB', found 'much'"),
         ([*SMALL, "--memory-budget", "1MiB"], "this step needs at least"),
         ([*SMALL, "--sweep", "rank=8"], "--sweep: unknown argument 'rank'; did you mean 'ranks'"),
