@@ -18,7 +18,7 @@ LOWERINGS: dict[str, dict[str, Any] | None] = {
     "auto": {"lower_with": "aot_eager", "plan": "auto", "profile": PROFILE},
     "inductor": {"plan": "auto", "profile": PROFILE},
 }
-EVERY_LOWERING = ["eager", "aot_eager", pytest.param("auto", marks=pytest.mark.slow), "inductor"]
+EVERY_LOWERING = [pytest.param(name, marks=[pytest.mark.slow] if name == "auto" else []) for name in LOWERINGS]
 """For tests of what has to work with each; ``conftest.py`` makes cases of ``"inductor"`` slow."""
 
 

@@ -17,7 +17,7 @@ from tests.models import batch, local, tiny_llama, train, whole_weights_saved
 from tests.ranks import Ranks
 
 AOT_EAGER: Any = LOWERINGS["aot_eager"]
-INDUCTOR: Any = LOWERINGS["inductor"]
+INDUCTOR: Any = {"plan": "block"}
 PARAMETERS, BLOCKS = 30, 5  # of tiny_llama; its buckets
 
 
@@ -104,7 +104,7 @@ def _switch(cache: str) -> Any:
     counts, saved = [], []
     for reshard in (True, False, True):
         model = simple_fsdp(tiny_llama(layers=1), reshard_after_forward=reshard)
-        forward = compiled(model, {"plan": "block"}, fullgraph=True)
+        forward = compiled(model, INDUCTOR, fullgraph=True)
         counts.append(step_counts(model, forward))
         saved.append(len(whole_weights_saved(model, forward, *batch(0, dist.get_rank()))))
     counters = torch._dynamo.utils.counters

@@ -47,7 +47,6 @@ def compiled(folder: Path, tp: int = 1, keep_unsharded: str = "", **options: Any
     [
         {},
         {"plan": "block"},
-        {"memory_budget": "16MiB"},
         {"keep_unsharded": "auto", "memory_budget": "16MiB"},
         {"tp": 2},
     ],

@@ -85,8 +85,14 @@ def vectors(step: int, rank: int) -> tuple[Tensor]:
     return (torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(100 * step + rank)),)
 
 
-@pytest.mark.parametrize("lowering", EVERY_LOWERING)
-@pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("policy", "lowering"),
+    [
+        *(pytest.param(FP32, *each.values, marks=each.marks) for each in EVERY_LOWERING),
+        (BF16, "eager"),
+        (BF16, "aot_eager"),
+    ],
+)
 def test_a_sequence_parallel_llama_trains_bitwise_as_with_fsdp2(
     four_ranks: Ranks, policy: MixedPrecisionPolicy, lowering: str
 ) -> None:
