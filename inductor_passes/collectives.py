@@ -2,7 +2,7 @@
 
 ::
 
-    shard - [to_device] - [permute] - [pad] - [cast] - all_gather - wait - ...                      its gather chain
+    shard - [to_device] - [permute] - [pad] - [cast] - all_gather - wait - ...           its gather chain
     full gradient - [cast] - [permute] - [pad] - reduction - wait - unary* - gradient    its reduction chain
 
 where the reduction is a reduce-scatter, an all-reduce (of a replicated parameter), or one and then another.
@@ -125,7 +125,7 @@ def identify(graph: Graph, params: Mapping[int, GraphParameter]) -> list[str]:
     """
     for index, shard in parameter_inputs(graph).items():
         if index in params:
-            _merge_gathers(params[index], _reachable(shard))
+            _merge_gathers(params[index], _reachable(shard, ALL_GATHER))
     missed = []
     for index, gradient in parameter_gradients(graph).items():
         if index not in params:
@@ -141,14 +141,9 @@ def copies_of_whole(graph: Graph, params: Mapping[int, GraphParameter]) -> list[
     return [
         (params[index], copy)
         for index, shard in parameter_inputs(graph).items()
-        if index in params and not _reachable(shard)
-        for copy in _copies(shard)
+        if index in params and not _reachable(shard, ALL_GATHER)
+        for copy in _reachable(shard, TO_DEVICE)
     ]
-
-
-def _copies(shard: Node) -> list[Node]:
-    found = [user for user in shard.users if user.target is TO_DEVICE]
-    return found + [copy for user in shard.users if user.target in _VIEWS for copy in _copies(user)]
 
 
 def deterministic(node: Node) -> bool:
@@ -193,12 +188,12 @@ def _wait_of(collective: Node) -> Node:
     return wait
 
 
-def _reachable(shard: Node) -> list[Node]:
-    """All-gathers reached from ``shard`` through pads, casts and views, in graph order."""
+def _reachable(shard: Node, target: Callable[..., Any]) -> list[Node]:
+    """Calls of ``target`` reached from ``shard`` through what prepares it to be gathered, in graph order."""
     found, pending = [], list(shard.users)
     while pending:
         node = pending.pop()
-        if node.target is ALL_GATHER:
+        if node.target is target:
             found.append(node)
         elif _prepares_a_shard(node):
             pending.extend(node.users)
