@@ -345,7 +345,7 @@ def passes_for(example_inputs: Sequence[Any], options: Options, nodes: Sequence[
     models: list[ShardedModel] = list(dict.fromkeys(info.model for info in found.values()))
     prefix = {model: f"model{i}:" if len(models) > 1 else "" for i, model in enumerate(models)}
     values = [example_inputs[index] for index in found]
-    device = torch.device(values[0].device_mesh.device_type if values else "cpu")
+    device = torch.device(values[0].device_mesh.device_type) if values else None
     profile = profile_of(options, device)
     request = requested(options, profile, device)
     wrap = BLOCK if isinstance(request, Search) else request

@@ -3,16 +3,20 @@
     simplefsdp calibrate --network h100-8-nodes --out profile.json
     torchrun --nproc-per-node 2 -m simplefsdp.cli calibrate
 
-What was measured with its network is kept, and ``plan="auto"`` finds it where as many ranks train on such a device.
+What was measured with its network is kept, and ``plan="auto"`` finds it where as many ranks train on such a device. On
+CPUs of one node, under torchrun, it runs this command by itself.
 """
 
 import argparse
+import fcntl
 import json
 import logging
 import math
 import os
 import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,6 +128,58 @@ def kept_with_network(device: torch.device, ranks: int) -> Path | None:
     """The file of what ``torchrun -m simplefsdp.cli calibrate`` measured here with so many ranks, if it has."""
     path = _kept_at(device, ranks)
     return path if ranks > 1 and path.exists() else None
+
+
+def measured_with_network(device: torch.device, ranks: int) -> Path | None:
+    """The file that ``kept_with_network`` finds from now on; None but for CPUs of one node, where torchrun has started
+    all ``ranks``.
+
+    The first of them that comes runs the command, for a minute. Others that come wait for it, and who does not come is
+    not waited for: nothing here is a collective.
+
+    Raises:
+        RuntimeError: the command failed.
+    """
+    here = os.environ.get("LOCAL_WORLD_SIZE") == str(ranks) and dist.get_backend() not in ("fake", "rehearsal")
+    if device.type != "cpu" or ranks == 1 or not here:
+        return None
+    path = _kept_at(device, ranks)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                _measure_in_own_processes(path, ranks)
+    except OSError as error:
+        log.warning("calibrate: nothing can be kept in %s: %s", path.parent, error)
+        return None
+    return path
+
+
+def _measure_in_own_processes(path: Path, ranks: int) -> None:
+    threads = torch.get_num_threads()
+    command = f"torch.distributed.run --standalone --nproc-per-node {ranks} -m simplefsdp.cli calibrate --device cpu"
+    command = f"-m {command} --threads {threads}"
+    log.warning(
+        "plan: measuring this CPU and the network between %d ranks, once, for a minute; it is kept in %s. "
+        "options={'plan': 'block'} needs none of it",
+        ranks,
+        path,
+    )
+    unfinished = path.with_suffix(".unfinished")
+    environment = {
+        # An error of theirs is not one of this process.
+        **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
+        "PYTHONPATH": os.pathsep.join(folder or os.curdir for folder in sys.path),
+    }
+    arguments = [sys.executable, *command.split(), "--out", str(unfinished)]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(
+            "option 'plan': measuring this CPU failed (options={'plan': 'block'} needs none of it). "
+            f"python {command}:\n{done.stderr[-2000:]}"
+        )
+    unfinished.replace(path)
 
 
 def _kept_at(device: torch.device, ranks: int = 1) -> Path:

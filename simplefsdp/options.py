@@ -42,9 +42,9 @@ class Options:
     """``"block"``: one bucket per repeated block, one for what precedes the first and one for what follows the last,
     gathered one bucket ahead and awaited one bucket later. ``"none"``: no buckets, nothing moved: TorchInductor as it
     is. ``"auto"``: the shortest predicted step, and ``"greedy"``: the paper's auto-wrapping, both with ``profile`` or
-    with what ``simplefsdp.calibrate`` measured here, or what is built in for H100s and H200s; without any ``"auto"`` is
-    ``"block"``. Or
-    ``manual_plan([...])``, a ``BucketPlan``, or the path of one's JSON, which ends in ``.json``."""
+    with what ``simplefsdp calibrate`` measured here (on CPUs of one machine, under torchrun, it runs by itself once) or
+    what is built in for H100s and H200s; without any ``"auto"`` is ``"block"``. Or ``manual_plan([...])``, a
+    ``BucketPlan``, or the path of one's JSON, which ends in ``.json``."""
     memory_budget: int | str | None = None
     """Bytes, or as ``"60GiB"``, for a step's peak: parameters, gradients, two moments of an optimizer in float32, and
     what the graphs hold. The peak is predicted to stay 3 % below. ``None``: a GPU's memory less 8 %, elsewhere no
@@ -113,17 +113,20 @@ def _check_search(options: Options) -> None:
             raise ValueError("option 'memory_budget': needs plan='auto' or 'greedy'")
 
 
-def profile_of(options: Options, device: torch.device) -> HardwareProfile | None:
-    """The one that is given, or where one is needed, what was measured here, or what is built in for this GPU."""
+def profile_of(options: Options, device: torch.device | None) -> HardwareProfile | None:
+    """The one that is given, or where one is needed, what is measured here, or what is built in for this GPU.
+
+    ``device``: that of the sharded parameters, if there are any."""
     profile = options.profile
     if isinstance(profile, HardwareProfile):
         return profile
-    if profile is None and options.plan in SEARCHED and dist.is_initialized():
-        from .calibrate import kept_with_network  # imports this module
+    if profile is None and options.plan in SEARCHED and device is not None:
+        from .calibrate import kept_with_network, measured_with_network  # imports this module
 
-        profile = kept_with_network(device, dist.get_world_size())
+        ranks = dist.get_world_size()
+        profile = kept_with_network(device, ranks) or measured_with_network(device, ranks)
         if profile is None and device.type == "cuda":
-            profile = name_for(torch.cuda.get_device_name(device), dist.get_world_size())
+            profile = name_for(torch.cuda.get_device_name(device), ranks)
             if profile is not None:
                 _say_what_is_built_in(profile)
     if profile is None:
@@ -132,14 +135,16 @@ def profile_of(options: Options, device: torch.device) -> HardwareProfile | None
 
 
 def requested(
-    options: Options, profile: HardwareProfile | None, device: torch.device
+    options: Options, profile: HardwareProfile | None, device: torch.device | None
 ) -> Request | Search | BucketPlan | None:
     plan, budget = options.plan, options.memory_budget
     if isinstance(plan, Request | BucketPlan):
         return plan
     if plan == "none":
         return None
-    if plan in SEARCHED and profile is not None:
+    if device is None and plan in SEARCHED:
+        return BLOCK  # of nothing
+    if device is not None and profile is not None and plan in SEARCHED:
         return Search(str(plan), profile, None if budget is None else parse_bytes(budget), device_bytes(device))
     if plan == "greedy" or budget is not None:
         asked = "'plan'='greedy'" if plan == "greedy" else "'memory_budget'"

@@ -3,14 +3,13 @@
 import inspect
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from benchmarks.first_light import SYSTEMS
 from benchmarks.overlap import report, summary
+from tests.ranks import TORCHRUN, run
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -21,11 +20,9 @@ def test_the_two_lines_train_on_two_ranks(tmp_path):
     assert "print" not in script
     path = tmp_path / "script.py"
     path.write_text(script.replace("dist.destroy_process_group()", "print(f'loss {loss:.3f}', flush=True)"))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*launch, str(path)], capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed = run([*TORCHRUN, str(path)])
     # Both may be on one line.
-    found = [float(loss) for loss in re.findall(r"loss (\d+\.\d{3})", done.stdout)]
+    found = [float(loss) for loss in re.findall(r"loss (\d+\.\d{3})", printed)]
     assert len(found) == 2
     assert all(0 < loss < 1.2 for loss in found)
 

@@ -1,6 +1,7 @@
 import logging
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,15 +63,10 @@ def test_bad_input_is_named(arguments: str, message: str, monkeypatch: pytest.Mo
 
 
 def _as_torchrun_would(rank: int, cache: str, port: str) -> None:
-    """Calibrate, but for the device itself; then compile with ``plan="auto"``, and with as many threads as another."""
+    """Compile with ``plan="auto"``. What that starts is real, but for what the device itself is measured at."""
     torch.set_num_threads(1)
     os.environ |= {"XDG_CACHE_HOME": cache, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
-    with (
-        mock.patch.object(sys, "argv", ["simplefsdp", "calibrate", "--device", "cpu"]),
-        mock.patch.object(calibrate, "calibrate", return_value=PROFILE),
-    ):
-        cli.main()
     dist.init_process_group("gloo")
     logged: list[Any] = []
     handler = logging.Handler()
@@ -78,22 +74,57 @@ def _as_torchrun_would(rank: int, cache: str, port: str) -> None:
     log = logging.getLogger("simplefsdp")
     log.addHandler(handler)
     log.setLevel(logging.DEBUG)
+    run = subprocess.run
+
+    def run_with_a_device_made_up(arguments: list[str], **kwargs: Any) -> Any:
+        Path(cache, f"run by {rank}").touch()
+        return run([__name__ if word == "simplefsdp.cli" else word for word in arguments], **kwargs)
+
     model = simple_fsdp(tiny_llama())
-    torch.compile(model, backend="simplefsdp", options={"lower_with": "aot_eager"})(*batch(0, 0)).backward()
+    with mock.patch.object(calibrate.subprocess, "run", run_with_a_device_made_up):
+        torch.compile(model, backend="simplefsdp", options={"lower_with": "aot_eager"})(*batch(0, 0)).backward()
     (prediction,) = (arg for record in logged for arg in record.args or () if isinstance(arg, Prediction))
     assert prediction.profile == "test"
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_under_torchrun_the_network_is_measured_and_auto_finds_the_profile(tmp_path: Path) -> None:
+def test_the_first_compilation_of_auto_on_a_cpu_measures_it_and_the_network_once(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     mp.start_processes(_as_torchrun_would, (str(tmp_path), port), nprocs=2, start_method=METHOD)
-    (path,) = (tmp_path / "simplefsdp").iterdir()
+    assert len(list(tmp_path.glob("run by *"))) == 1
+    (path,) = (tmp_path / "simplefsdp").glob("*.json")
     assert path.name.endswith("2-ranks.json")
     profile = load_profile(path)
     assert profile.matmul == PROFILE.matmul
     assert profile.network.name == "measured"
     assert (profile.network.ranks_per_node, profile.network.nodes) == (2, 1)
+
+
+def test_where_nothing_can_be_kept_nothing_is_measured_and_a_failure_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    failed = subprocess.CompletedProcess([], 1, stderr="no port is free")
+    monkeypatch.setattr(calibrate.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for elsewhere in ("", "1"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", elsewhere)
+        assert calibrate.measured_with_network(cpu, 2) is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(
+        RuntimeError, match=r"option 'plan': measuring this CPU failed[^$]*--threads 1:\nno port is free"
+    ):
+        calibrate.measured_with_network(cpu, 2)
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
+    assert calibrate.measured_with_network(cpu, 2) is None
+    assert "nothing can be kept" in caplog.text
+
+
+if __name__ == "__main__":
+    with mock.patch.object(calibrate, "calibrate", return_value=PROFILE):
+        cli.main()

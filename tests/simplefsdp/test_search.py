@@ -22,6 +22,7 @@ from simplefsdp.hardware import Link, flat, save
 from simplefsdp.options import parse_options
 from simplefsdp.search import device_bytes, parse_bytes
 from simplefsdp.sharding import Reshard
+from simplefsdp.wrap import BLOCK
 from tests.graphs import capture, whole_weights_among_outputs
 from tests.models import PROFILE, batch, tiny_llama, train
 from tests.ranks import Ranks, fake_group
@@ -229,9 +230,16 @@ def test_what_the_plan_depends_on_is_in_the_key_and_compared(tmp_path: Path) -> 
         ({"profile": PROFILE, "memory_budget": 1.5}, ValueError, "option 'memory_budget': expected bytes, as"),
     ],
 )
+@pytest.mark.usefixtures("one_of_four")
 def test_bad_options_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    parameters = list(simple_fsdp(nn.Linear(2, 8)).parameters())
     with pytest.raises(error, match=re.escape(message)):
-        passes_for([], parse_options(options))
+        passes_for(parameters, parse_options(options))
+
+
+@pytest.mark.parametrize("plan", ["auto", "greedy"])
+def test_where_nothing_is_sharded_nothing_is_searched(plan: str) -> None:
+    assert passes_for([], parse_options({"plan": plan})).request == BLOCK
 
 
 def test_a_profile_that_is_not_there_or_not_valid_is_named(tmp_path: Path) -> None:
