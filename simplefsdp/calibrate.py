@@ -157,29 +157,26 @@ def measured_with_network(device: torch.device, ranks: int) -> Path | None:
 
 
 def _measure_in_own_processes(path: Path, ranks: int) -> None:
-    threads = torch.get_num_threads()
-    command = f"torch.distributed.run --standalone --nproc-per-node {ranks} -m simplefsdp.cli calibrate --device cpu"
-    command = f"-m {command} --threads {threads}"
+    launch = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}"
+    command = f"{launch} -m simplefsdp.cli calibrate --device cpu --threads {torch.get_num_threads()}"
     log.warning(
         "plan: measuring this CPU and the network between %d ranks, once, for a minute; it is kept in %s. "
         "options={'plan': 'block'} needs none of it",
         ranks,
         path,
     )
-    unfinished = path.with_suffix(".unfinished")
     environment = {
         # An error of theirs is not one of this process.
         **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
         "PYTHONPATH": os.pathsep.join(folder or os.curdir for folder in sys.path),
     }
-    arguments = [sys.executable, *command.split(), "--out", str(unfinished)]
+    arguments = [sys.executable, *command.split()]
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(
             "option 'plan': measuring this CPU failed (options={'plan': 'block'} needs none of it). "
             f"python {command}:\n{done.stderr[-2000:]}"
         )
-    unfinished.replace(path)
 
 
 def _kept_at(device: torch.device, ranks: int = 1) -> Path:

@@ -14,6 +14,7 @@ an all-to-all each card carries what its own rank receives from other nodes, ``b
 
 import json
 import math
+import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -140,7 +141,11 @@ def network(name: str) -> Network:
 
 
 def save(thing: "Network | HardwareProfile", path: str | Path) -> None:
-    Path(path).write_text(json.dumps(asdict(thing), indent=2) + "\n")
+    """Who reads ``path`` meanwhile finds what was there, or all of it."""
+    path = Path(path)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(asdict(thing), indent=2) + "\n")
+    unfinished.replace(path)
 
 
 def load(path: str | Path) -> Network:

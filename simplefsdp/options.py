@@ -142,10 +142,11 @@ def requested(
         return plan
     if plan == "none":
         return None
-    if device is None and plan in SEARCHED:
-        return BLOCK  # of nothing
-    if device is not None and profile is not None and plan in SEARCHED:
-        return Search(str(plan), profile, None if budget is None else parse_bytes(budget), device_bytes(device))
+    if plan in SEARCHED:
+        if device is None:
+            return BLOCK  # of nothing
+        if profile is not None:
+            return Search(str(plan), profile, None if budget is None else parse_bytes(budget), device_bytes(device))
     if plan == "greedy" or budget is not None:
         asked = "'plan'='greedy'" if plan == "greedy" else "'memory_budget'"
         raise ValueError(f"option {asked}: needs option 'profile', or {_CALIBRATE} before")

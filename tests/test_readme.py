@@ -19,7 +19,7 @@ def test_the_two_lines_train_on_two_ranks(tmp_path):
     (script,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert "print" not in script
     path = tmp_path / "script.py"
-    path.write_text(script.replace("dist.destroy_process_group()", "print(f'loss {loss:.3f}', flush=True)"))
+    path.write_text(script.replace("dist.destroy", "print(f'loss {loss:.3f}', flush=True)\ndist.destroy"))
     printed = run([*TORCHRUN, str(path)])
     # Both may be on one line.
     found = [float(loss) for loss in re.findall(r"loss (\d+\.\d{3})", printed)]
