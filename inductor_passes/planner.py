@@ -81,12 +81,12 @@ def auto(
     tolerance: float = 0.0,
     effort: Effort = THOROUGH,
 ) -> Found | None:
-    """The fastest schedule with a peak of at most ``budget`` bytes; ``None`` if there is none.
+    """The fastest schedule with a peak of at most ``budget`` bytes; ``None`` if none is found.
 
     Never slower than any of ``proposals`` that is within the budget. ``tolerance``: of the predicted time, what may be
     given away for a lower peak.
     """
-    least = minimum(half)
+    least = _minimum(half, effort.work)
     given = [least, *(Found(schedule, replay(half, schedule)) for schedule in proposals)]
     given = [found for found in given if found.timeline.peak <= budget]
     arranged = _candidates(half, budget, least.timeline.peak, effort)
@@ -157,15 +157,19 @@ def greedy(half: Half, room: float = math.inf) -> Found:
     return Found(schedule, replay(half, schedule))
 
 
-@functools.lru_cache(maxsize=8)
 def minimum(half: Half) -> Found:
     """The schedule that needs the least memory: nothing is merged or issued ahead, and all is awaited at once, but for
     what small changes save."""
+    return _minimum(half, THOROUGH.work)
+
+
+@functools.lru_cache(maxsize=8)
+def _minimum(half: Half, work: int) -> Found:
     schedule = Schedule(
         tuple(Timed((i,), gather.use, gather.use) for i, gather in enumerate(half.gathers)),
         tuple(Timed((i,), r.there, r.there, r.there if r.kind.then else -1) for i, r in enumerate(half.reductions)),
     )
-    work = THOROUGH.work // (len(half.gathers) + len(half.reductions) + 1)
+    work = work // (len(half.gathers) + len(half.reductions) + 1)
     found = Found(schedule, replay(half, schedule))
     return _descend(half, found, lambda timeline: (timeline.peak, 0.0), work, steps=2)[0]
 

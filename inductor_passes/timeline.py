@@ -194,9 +194,8 @@ class Replay:
         for kind, alike in _by_kind(self.half.gathers[i] for i in members).items():
             nbytes = sum(gather.nbytes for gather in alike)
             held = round(nbytes * kind.shard) if len(alike) > 1 else alike[0].prepared
-            self._use(held)
             self.clock += held * kind.copy_s_per_byte
-            self._use(nbytes)
+            self._use(held + nbytes)
             flights.append(self._issue("gather", kind, tuple(gather.fqn for gather in alike), nbytes, held))
         return flights
 
@@ -228,12 +227,13 @@ class Replay:
         """Run the step that this slot precedes, or end."""
         step = self.slot
         self._starts.append(self.clock)
-        self._note(0)
         if step < len(self.half.seconds):
             self._use(self._made[step])
             self._note(self.half.nbytes[step] - self.half.between[step])
             self.clock += self.half.seconds[step]
             self.alive -= self.last_read[step]
+        else:
+            self._note(0)
         self.slot += 1
 
     def timeline(self) -> Timeline:

@@ -36,7 +36,7 @@ from .rehearsal import world
 from .rehearsal.command import MODELS, check_meshes, meshes, model_factory, parallelized
 from .rehearsal.systems import cross_entropy
 from .rehearsal.trial import PEAK_FLOPS, flops_per_token
-from .search import Search, choose, fits, parse_bytes, room, search
+from .search import Search, choose, parse_bytes, room, search
 from .sharding import Reshard
 from .trace import report_of
 from .wrap import BLOCK, block_of, resolve
@@ -160,9 +160,8 @@ def plan_step(args: argparse.Namespace, profile: HardwareProfile, bar: tqdm) -> 
     wanted = Search("auto" if args.plan == "block" else args.plan, profile, budget)
     if args.keep_unsharded == "auto":
         chosen = choose(wanted, halves, state.resident_bytes, fqns)
-        whole_halves = keep_whole(halves[0], halves[1], chosen)
-        if fits(wanted, whole_halves, state.resident_bytes):
-            halves, kept = whole_halves, [fqn for fqn in fqns if fqn in chosen]
+        kept = [fqn for fqn in fqns if fqn in chosen]
+        halves = keep_whole(halves[0], halves[1], chosen)
     forward, backward = halves
     followed = frozenset(reduction.fqn for reduction in backward.reductions if reduction.kind.then)
     members = (forward.gathers, backward.gathers, backward.reductions)

@@ -68,7 +68,7 @@ TOKENS = torch.arange(8).remainder(5).view(2, 4)
 
 
 @pytest.mark.parametrize("partitioner", PARTITIONERS)
-@pytest.mark.parametrize("plan", ["none", "block"])
+@pytest.mark.parametrize("plan", [pytest.param("none", marks=pytest.mark.slow), "block"])
 def test_ranks_issue_the_same_collectives_in_the_same_order(plan, partitioner):
     def collectives(model):
         captured = capture(model, TOKENS, plan=plan, partitioner=partitioner)

@@ -54,7 +54,9 @@ def what_is_said(kind: str, odd: bool, mesh: Any = None, **options: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", PLANTED)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ("plan", "model") else pytest.mark.slow) for kind in PLANTED]
+)
 def test_every_rank_is_told_of_a_difference(two_ranks: Ranks, kind: str) -> None:
     for both in two_ranks.run(_ten_times, kind)[0]:
         for rank, text in enumerate(both):

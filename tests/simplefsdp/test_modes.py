@@ -83,7 +83,7 @@ def _hybrid(lowering: str, policy: MixedPrecisionPolicy, factor: float | None) -
     same_bits_as_fsdp2(ours, theirs, lowering)
 
 
-@pytest.mark.parametrize("policy", [FP32, BF16])
+@pytest.mark.parametrize("policy", [pytest.param(FP32, marks=pytest.mark.slow), BF16])
 def test_replicate_with_block_buckets_is_bitwise_fsdp2_of_one_shard(
     four_ranks: Ranks, policy: MixedPrecisionPolicy
 ) -> None:

@@ -44,8 +44,15 @@ def _bitwise(
 
 @pytest.mark.parametrize(
     ("lowering", "policy"),
-    [(lowering, policy) for lowering in ("eager", "block") for policy in POLICIES]
-    + [("none", "fp32"), ("none", "bf16")],
+    [
+        *(("block", policy) for policy in POLICIES),
+        *((lowering, policy) for lowering in ("eager", "none") for policy in ("fp32", "bf16")),
+        *(
+            pytest.param("eager", policy, marks=pytest.mark.slow)
+            for policy in POLICIES
+            if policy not in ("fp32", "bf16")
+        ),
+    ],
 )
 def test_training_on_two_ranks_is_bitwise_fsdp2(two_ranks: Ranks, lowering: str, policy: str) -> None:
     options = None if lowering == "eager" else {"lower_with": "aot_eager", "plan": lowering}

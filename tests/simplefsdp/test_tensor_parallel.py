@@ -90,7 +90,7 @@ def vectors(step: int, rank: int) -> tuple[Tensor]:
     [
         *(pytest.param(FP32, *each.values, marks=each.marks) for each in EVERY_LOWERING),
         (BF16, "eager"),
-        (BF16, "aot_eager"),
+        pytest.param(BF16, "aot_eager", marks=pytest.mark.slow),
     ],
 )
 def test_a_sequence_parallel_llama_trains_bitwise_as_with_fsdp2(
