@@ -29,6 +29,7 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.budget
 	$(VENV)/bin/python -m benchmarks.planning
 	$(VENV)/bin/python -m benchmarks.reports
+	$(VENV)/bin/python -m benchmarks.accumulation
 	$(VENV)/bin/python -m benchmarks.after_backward
 	$(VENV)/bin/python -m benchmarks.first_light
 	$(VENV)/bin/python -m benchmarks.wrapping

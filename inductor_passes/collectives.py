@@ -2,8 +2,8 @@
 
 ::
 
-    shard - [to_device] - [permute] - [pad] - [cast] - all_gather - wait - ...           its gather chain
-    full gradient - [cast] - [permute] - [pad] - reduction - wait - unary* - gradient    its reduction chain
+    shard - [to_device] - [permute] - [pad] - [cast] - all_gather - wait - ...                      its gather chain
+    full gradient - [add_up] - [cast] - [permute] - [pad] - reduction - wait - unary* - gradient    its reduction chain
 
 where the reduction is a reduce-scatter, an all-reduce (of a replicated parameter), or one and then another.
 
@@ -22,6 +22,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ._compat import parameter_gradients, parameter_inputs
+from .accumulate import ADD_UP
 from .offload import TO_DEVICE
 
 MARK = "simplefsdp_fqns"
@@ -218,14 +219,14 @@ def _same_result(a: Node, b: Node) -> bool:
 
 
 def _step(node: Node) -> tuple:
-    """What a unary node does to its input."""
+    """What a node does to its first input."""
     return node.target, node.args[1:], node.kwargs
 
 
 def erase_upwards(node: Node) -> None:
-    """Erase ``node`` and the unary chain that leads to it, up to what has another user."""
+    """Erase ``node`` and the chain that leads to it, up to what has another user."""
     while not node.users:
-        (before,) = node.all_input_nodes
+        before = node.all_input_nodes[0]
         node.graph.erase_node(node)
         node = before
 
@@ -276,7 +277,7 @@ def _reduction_ending_at(last: Node, param: GraphParameter) -> _Reduction | None
         if not _extend_to_its_collective(after, group):
             return None
     before: list[Node] = []
-    for targets in (COPIES, PADS, _MOVES, CASTS):
+    for targets in (COPIES, PADS, _MOVES, CASTS, (ADD_UP,)):
         node = (before or after)[0].all_input_nodes[0]
         if node.target not in targets or len(node.users) != 1:
             continue
@@ -311,7 +312,7 @@ def _reduce_the_sum(gradient: Node, chains: list[_Reduction]) -> tuple[list[Node
         total = _sum(gradient, grads)
         copies = {kept[-1][0].all_input_nodes[0]: total}
         for node in kept[-1]:
-            copies[node] = gradient.graph.node_copy(node, lambda n: copies[n])
+            copies[node] = gradient.graph.node_copy(node, lambda n: copies.get(n, n))
     return [copies[node] for node in chains[-1].collectives], copies[kept[-1][-1]]
 
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ._compat import group_ranks, hint
+from .accumulate import ADD_UP
 from .collectives import MARK, REDUCE_SCATTER, WAIT, Collective, deterministic, gathers, reductions
 from .memory import alive
 from .offload import TO_DEVICE, TO_HOST
@@ -161,7 +162,7 @@ def _flops(node: Node) -> tuple[float, str]:
 
 
 def _communicates(node: Node) -> bool:
-    return getattr(node.target, "namespace", "") in ("_c10d_functional", "simplefsdp")
+    return getattr(node.target, "namespace", "") in ("_c10d_functional", "simplefsdp") and node.target is not ADD_UP
 
 
 def _computes(node: Node) -> bool:

@@ -2,10 +2,13 @@
 
 [Note: stands]
 A parameter whose gradients are to be added up has a *stand*: a leaf of the shape of its full weight, without the memory
-of one. What is read of the parameter takes the gradient there, eager and compiled, and autograd adds it up. To end it,
-the stands get hooks: the first one whose gradient comes sees to it that at the end of that backward all of them are
-reduced (also those that this backward did not reach) and taken away. A graph that was made before may hold a stand
-still; its backward is followed by a reduction of its own.
+of one. What is read of the parameter takes the gradient there, eager and compiled, and autograd adds it up.
+
+The next backward ends it. Code that is compiled for this takes what has been added up as its own gradients come, and
+reduces both together, where a plan has it (``inductor_passes/accumulate.py``). In eager, and where forward ran before
+this was known, gradients come to the stands once more. Either way the first to come sees to it that at the end of that
+backward what is left is reduced together (also what this backward did not reach), and that all stands are taken away. A
+graph that was made before may hold a stand still; its backward is followed by a reduction of its own.
 """
 
 import functools
@@ -19,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from inductor_passes._compat import after_backward, dtensor
+from inductor_passes.accumulate import offer, withdraw
 
 from .sharding import ShardedParameter, all_reduce_max, reduce_together, reduced_in
 
@@ -30,8 +34,9 @@ class ShardedAttribute:
     name: str
     param: DTensor
     params: dict[str, ShardedParameter]
-    """All of the module's, by attribute name; so the stands."""
+    """All of the module's, by attribute name; so the stands, and those that are ending."""
     stands: dict[str, Tensor]
+    ending: dict[str, Tensor]
 
     @property
     def info(self) -> ShardedParameter:
@@ -50,7 +55,7 @@ def sharded_attributes(root: Any) -> list[ShardedAttribute]:
         if (state := module.__dict__.get("_simple_fsdp")) is not None
     ]
     return [
-        ShardedAttribute(name, param, state.params, state.stands)
+        ShardedAttribute(name, param, state.params, state.stands, state.ending)
         for module, state in states
         for name in state.params
         if (param := module._parameters[name]) is not None
@@ -63,11 +68,12 @@ def begin(found: list[ShardedAttribute]) -> None:
     for each in found:
         if each.stand is not None and (ending := _endings.pop(each.stand, None)) is not None:
             ending.forget(each.stand)
+        each.ending.pop(each.name, None)
         stands[id(each.param)] = each.stands[each.name] = stands.get(id(each.param), _stand(each))
 
 
 def end_with_next_backward(found: list[ShardedAttribute]) -> None:
-    """Reduce what was added up at the end of the next backward that adds to it, and then in backward again."""
+    """Reduce what was added up in the next backward that adds to it, and from then on in every backward."""
     if ended := [each for each in found if each.stand is not None and each.stand not in _endings]:
         _Ending(ended)
 
@@ -82,30 +88,44 @@ class _Ending:
 
     def __init__(self, found: list[ShardedAttribute]):
         self.found = [(each, stand) for each in found if (stand := each.stand) is not None]
-        self.hooks = {id(stand): stand.register_post_accumulate_grad_hook(self._came) for _, stand in self.found}
+        self.hooks = {
+            id(stand): [
+                leaf.register_post_accumulate_grad_hook(self._came)
+                for leaf in (stand, each.param)
+                if leaf.requires_grad
+            ]
+            for each, stand in _once(self.found)
+        }
         self.optimizers = register_optimizer_step_pre_hook(self._refuse)
-        _endings.update((stand, self) for _, stand in self.found)
+        for each, stand in self.found:
+            _endings[stand] = self
+            each.ending[each.name] = stand
+            offer(stand)
 
     def forget(self, stand: Tensor) -> None:
         """Leave out one that goes on."""
         self.found = [member for member in self.found if member[1] is not stand]
-        self.hooks.pop(id(stand)).remove()
+        for hook in self.hooks.pop(id(stand)):
+            hook.remove()
+        withdraw(stand)
         if not self.found:
             self.optimizers.remove()
 
-    def _came(self, _stand: Tensor) -> None:
+    def _came(self, _leaf: Tensor) -> None:
         after_backward(self._finish)  # each time: a backward that raises calls none of them
 
     def _finish(self) -> None:
         ended = _once(self.found)
         for each, stand in self.found:
             each.stands.pop(each.name, None)
+            each.ending.pop(each.name, None)
             _endings.pop(stand, None)
         for _, stand in ended:
             self.forget(stand)
         _reduce(ended)
         for each, stand in ended:
-            stand.register_post_accumulate_grad_hook(functools.partial(_reduce_late, each))
+            if stand.requires_grad:
+                stand.register_post_accumulate_grad_hook(functools.partial(_reduce_late, each))
 
     def _refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         steps = {id(param) for group in optimizer.param_groups for param in group["params"]}

@@ -45,12 +45,13 @@ class Controls:
         """Whether gradients are reduced in backward; ``False``: each rank adds up its own full ones, without
         communication (gradient accumulation).
 
-        ``True`` comes before the last backward: at its end what was added up until then is reduced, once, and added to
-        ``param.grad``. The forward before it may be done already. An optimizer that steps without that backward raises.
+        ``True`` comes before the last backward: that reduces what was added up until then, once, and adds it to
+        ``param.grad``. Compiled code does so in the buckets of its plan. If the last forward was done before, and in
+        eager, all is reduced together at the end of that backward, with nothing to hide under. An optimizer that steps
+        without that backward raises. (What ``torch.autograd.grad`` returns in its stead is the sum, too.)
 
         Full gradients are kept in ``reduce_dtype``, apart from ``param.grad``: they take the memory of the whole
-        parameters. Compiled code runs as it is compiled for ``False`` until they have been reduced, and for ``True``
-        afterwards.
+        parameters. Code is compiled once for ``False``, and once for the last backward.
         """
         _check_outside("set_requires_gradient_sync")
         _check_bool("requires_gradient_sync", requires_gradient_sync)

@@ -40,6 +40,8 @@ class State:
     """By attribute name; empty where only modules below hold parameters."""
     stands: dict[str, Tensor] = field(default_factory=dict)
     """While gradients are not reduced: what collects the full gradient of a parameter, by attribute name."""
+    ending: dict[str, Tensor] = field(default_factory=dict)
+    """Those of the stands whose gradients are reduced in the next backward."""
     cast_inputs: torch.dtype | None = None
     """Dtype that floating-point arguments of ``forward`` are cast to."""
     cast_output: torch.dtype | None = None
@@ -210,7 +212,7 @@ def _property(name: str) -> property:
         # functional_call may put something computed from the parameter there.
         info, stand = state.params[name], state.stands.get(name) if param.requires_grad and param.is_leaf else None
         if torch.compiler.is_compiling():
-            return info.as_it_was(unshard(param, info.key, stand))
+            return info.as_it_was(unshard(param, info.key, stand, name in state.ending))
         try:
             return recompute.read(param, info, stand)
         except AttributeError as error:

@@ -3,7 +3,8 @@
 ::
 
     shard - [to device] - [pad] - cast - all_gather - wait - [slice] -> full weight     (forward, and again in backward)
-    full gradient - cast - [pad] - reduce_scatter - wait - [all_reduce - wait] - [slice] - cast - [to host] -> gradient
+    full gradient - [add_up] - cast - [pad] - reduce_scatter - wait - [all_reduce - wait] - [slice] - cast - [to host]
+                  -> gradient
 
 Of a tensor-parallel parameter (a ``DTensor``) the local tensor is sharded, and what was gathered is put into a
 ``DTensor`` again. A shard along another dim than 0 is moved to dim 0 and back. A replicated parameter is not gathered,
@@ -33,6 +34,7 @@ from inductor_passes._compat import (
     take_gradients_as_they_are,
     temporarily_clear_interpreter_stack,
 )
+from inductor_passes.accumulate import ADD_UP
 from inductor_passes.offload import TO_DEVICE, TO_HOST
 
 _c10d = torch.ops._c10d_functional
@@ -325,14 +327,16 @@ class _Stand(torch.autograd.Function):
     """Stands for the full weight in the autograd graph, without its memory; its gradient is reduced, once."""
 
     @staticmethod
-    def forward(ctx, local, comm):
-        ctx.comm, ctx.local = comm, local.detach()
+    def forward(ctx, local, comm, adds_up):
+        ctx.comm, ctx.local, ctx.adds_up = comm, local.detach(), adds_up
         take_gradients_as_they_are(ctx)
         return local.new_empty((), dtype=comm.param_dtype, device=comm.device).expand(comm.shape)
 
     @staticmethod
     def backward(ctx, grad):
-        return _Reduce.apply(grad, ctx.comm, ctx.local), None
+        if ctx.adds_up is not None:
+            grad = ADD_UP(grad, ctx.adds_up)
+        return _Reduce.apply(grad, ctx.comm, ctx.local), None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -361,9 +365,10 @@ class _Gather(torch.autograd.Function):
         return grad, None, None
 
 
-def stand_in(param: DTensor, comm: Communication) -> Tensor:
-    """What ``gather`` takes for all reads of a parameter whose gradients are to be summed and reduced together."""
-    return _Stand.apply(local_of(param), comm)
+def stand_in(param: DTensor, comm: Communication, adds_up: Tensor | None = None) -> Tensor:
+    """What ``gather`` takes for all reads of a parameter whose gradients are to be summed and reduced together;
+    ``adds_up``: with what is offered for this (``inductor_passes/accumulate.py``)."""
+    return _Stand.apply(local_of(param), comm, adds_up)
 
 
 def gather(param: DTensor, comm: Communication, stand: Tensor) -> Tensor:
@@ -372,16 +377,16 @@ def gather(param: DTensor, comm: Communication, stand: Tensor) -> Tensor:
 
 
 @torch.compiler.allow_in_graph
-def unshard(param: DTensor, key: str, stand: Tensor | None = None) -> Tensor:
+def unshard(param: DTensor, key: str, stand: Tensor | None = None, ends: bool = False) -> Tensor:
     """The full weight of a sharded parameter, in ``param_dtype``; its gradient returns averaged over the ranks, or
-    flows to ``stand``, as it is.
+    flows to ``stand``, as it is; if it ``ends``, it returns averaged with what has flowed there.
 
     One node of Dynamo's graph, whatever torch's version makes of the functions inside. ``key``: the parameter's
     ``Communication``, encoded.
     """
     comm = decode(key)
     with temporarily_clear_interpreter_stack():
-        return gather(param, comm, stand_in(param, comm) if stand is None else stand)
+        return gather(param, comm, stand_in(param, comm, stand) if stand is None or ends else stand)
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:

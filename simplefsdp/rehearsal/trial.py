@@ -37,6 +37,9 @@ class Workload:
     parallelism: Parallelism
     tensor_parallel: int = 1
     """Devices that work on the same tokens."""
+    micro_batches: int = 1
+    """Of a step; gradients of all are reduced with the last. More than one: of systems that have
+    ``set_requires_gradient_sync``."""
 
     def tokens(self, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(step)
@@ -49,7 +52,7 @@ class Step(NamedTuple):
     seconds: float
     loss: float
     parts: tuple[Part, ...]
-    """Forward, backward, the rest."""
+    """Forward, backward (of each micro-batch), the rest."""
     collectives: list[Collective]
 
 
@@ -83,13 +86,17 @@ class Result:
 
 
 class Trial:
-    """A model, sharded as the system does it, with its optimizer (AdamW, fused) and its loss."""
+    """A model, sharded as the system does it, with its optimizer (AdamW, fused) and its loss.
 
-    def __init__(self, name: str, system: System, workload: Workload, world: World):
+    ``ends_late``: that gradients are to be reduced is said between the last forward and its backward.
+    """
+
+    def __init__(self, name: str, system: System, workload: Workload, world: World, *, ends_late: bool = False):
         self.name, self.system, self.workload, self.world = name, system, workload, world
+        self._ends_late = ends_late
         torch.manual_seed(0)
         with torch.device("meta"):
-            self.model = workload.build()
+            self.model: Any = workload.build()
         if not system.sharded:
             materialise(self.model, workload.device)
         self._forward = system.wrap(self.model, workload.parallelism)
@@ -103,17 +110,23 @@ class Trial:
 
     def step(self, network: Network | None) -> Step:
         """One step on ``network``, from a device with nothing to do to one that is done."""
-        tokens = self.workload.tokens(self._steps)
+        last = self.workload.micro_batches - 1
+        batches = [self.workload.tokens((last + 1) * self._steps + i) for i in range(last + 1)]
         device = self.workload.device
         self.world.network = network
         self.world.forget()
         start_clock(device)
         started = time.perf_counter()
         marks = [mark(device)]
-        loss = self._loss(self._forward(tokens[:, :-1]), tokens[:, 1:])
-        marks.append(mark(device))
-        loss.backward()
-        marks.append(mark(device))
+        for i, tokens in enumerate(batches):
+            if last:
+                self.model.set_requires_gradient_sync(i == last and not self._ends_late)
+            loss = self._loss(self._forward(tokens[:, :-1]), tokens[:, 1:])
+            if last:
+                self.model.set_requires_gradient_sync(i == last)
+            marks.append(mark(device))
+            loss.backward()
+            marks.append(mark(device))
         self._optimizer.step()
         self._optimizer.zero_grad()
         marks.append(mark(device))

@@ -1,0 +1,209 @@
+"""How compiled code ends an accumulation: the last backward takes what was added up, and reduces it in its buckets."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from inductor_passes.accumulate import ADD_UP, offer, withdraw
+from inductor_passes.copies import PACK_GRADIENTS
+from inductor_passes.cost_model import costs
+from simplefsdp import simple_fsdp
+from tests import graphs, zoo
+from tests.compare import assert_same, lowered, vectors
+from tests.models import PROFILE, batch, fsdp2, local, tiny_llama
+from tests.ranks import Ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_the_graph_that_ends_it_has_the_buckets_of_one_without() -> None:
+    found = []
+    for ends in (False, True):
+        model: Any = simple_fsdp(tiny_llama(layers=1, tie_embeddings=True), mp_policy=BF16)
+        if ends:
+            model.set_requires_gradient_sync(False)
+            model.set_requires_gradient_sync(True)
+        found.append(graphs.capture(model, *batch(0, 0), plan="block"))
+    plain, last = found
+    for graph, expected in ((last.forward, plain.forward), (last.backward, plain.backward)):
+        for target in (graphs.ALL_GATHER, graphs.REDUCE_SCATTER):
+            assert graphs.fqns(graph, target) == graphs.fqns(expected, target)
+    added = graphs.nodes(last.backward, ADD_UP)
+    assert len(added) == len(list(model.parameters())), "a tied one is added once"
+    assert not graphs.nodes(last.forward, ADD_UP)
+    packed = {node for pack in graphs.nodes(last.backward, PACK_GRADIENTS) for node in pack.all_input_nodes}
+    alone = [fqns for fqns in graphs.fqns(last.backward, graphs.REDUCE_SCATTER) if len(fqns) == 1]
+    assert packed <= set(added)
+    assert len(added) == len(packed) + len(alone)
+    assert {node.meta["val"].dtype for node in added} == {torch.float32}
+    cost = costs(last.backward, PROFILE)
+    for node in added:
+        nbytes, gradient = node.meta["val"].nbytes, node.all_input_nodes[0].meta["val"].nbytes
+        assert cost.stored[node] == nbytes
+        assert cost.seconds[node] == PROFILE.launch_s + PROFILE.memory_s(gradient + 2 * nbytes)
+
+
+def test_a_tied_weight_has_the_bits_of_fsdp2(two_ranks: Ranks) -> None:
+    two_ranks.run(_tied)
+
+
+def _tied() -> None:
+    theirs = tiny_llama(layers=1, tie_embeddings=True)
+    for part in (*theirs.layers, theirs):
+        fully_shard(part)
+    # Not in bf16, in which FSDP2 adds the gradients of both uses.
+    _same_bits(simple_fsdp(tiny_llama(layers=1, tie_embeddings=True)), theirs)
+
+
+def test_hybrid_shards_have_the_bits_of_fsdp2(four_ranks: Ranks) -> None:
+    four_ranks.run(_hybrid)
+
+
+def _hybrid() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    theirs = fsdp2(tiny_llama(layers=1), BF16, mesh=mesh)
+    _same_bits(simple_fsdp(tiny_llama(layers=1), mesh, mp_policy=BF16), theirs)
+
+
+def _same_bits(ours: Any, theirs: Any) -> None:
+    found = []
+    for model, forward in ((theirs, theirs), (ours, lowered(ours, "aot_eager", fullgraph=True))):
+        for part in range(3):
+            model.set_requires_gradient_sync(part == 2)
+            forward(*batch(part, dist.get_rank())).backward()
+        found.append({name: local(param.grad) for name, param in model.named_parameters()})
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", zoo.PARAMETERS)
+def test_every_kind_of_parameter_is_added_up(two_ranks: Ranks, kind: str) -> None:
+    two_ranks.run(_added_up, kind)
+
+
+def _added_up(kind: str) -> None:
+    plain, model = zoo.build(kind), simple_fsdp(zoo.build(kind))
+    forward = lowered(model, "aot_eager")
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        for rank in range(2):
+            _loss(plain, vectors(step, rank)).div(2).backward()
+        _loss(forward, vectors(step, dist.get_rank())).backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    assert_same({name: param.grad for name, param in model.named_parameters()}, expected, 1e-5)
+
+
+def _loss(forward: Any, x: Tensor) -> Tensor:
+    return forward(x).square().sum()
+
+
+def _twice(model: Any, forward: Any, inputs: list[Tensor]) -> None:
+    """The last backward is that of two calls."""
+    _loss(forward, inputs[0]).backward()
+    model.set_requires_gradient_sync(True)
+    (_loss(forward, inputs[1]) + _loss(forward, inputs[2])).backward()
+
+
+def _the_last_without_a_part(model: Any, forward: Any, inputs: list[Tensor]) -> None:
+    """What earlier ones have added up of it is not left behind."""
+    _loss(forward, inputs[0][:2]).backward()
+    _loss(forward, inputs[1]).backward()
+    model.set_requires_gradient_sync(True)
+    _loss(forward, inputs[2]).backward()
+
+
+def _on_again(model: Any, forward: Any, inputs: list[Tensor]) -> None:
+    """It is to go on when the backward comes that was to end it."""
+    _loss(forward, inputs[0]).backward()
+    model.set_requires_gradient_sync(True)
+    loss = _loss(forward, inputs[1])
+    model.set_requires_gradient_sync(False)
+    loss.backward()
+    model.set_requires_gradient_sync(True)
+    _loss(forward, inputs[2]).backward()
+
+
+def _ended_by_another(model: Any, forward: Any, inputs: list[Tensor]) -> None:
+    """Of two forwards that were to end it."""
+    _loss(forward, inputs[0]).backward()
+    model.set_requires_gradient_sync(True)
+    one, other = (_loss(forward, x) for x in inputs[1:])
+    other.backward()
+    one.backward()
+
+
+def _with_hooks_on_what_is_saved(model: Any, forward: Any, inputs: list[Tensor]) -> None:
+    """The graph is given copies."""
+    _loss(forward, inputs[0]).backward()
+    _loss(forward, inputs[1]).backward()
+    model.set_requires_gradient_sync(True)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        loss = _loss(forward, inputs[2])
+    loss.backward()
+
+
+@pytest.mark.parametrize("kind", ["tied", "sometimes", "graph break"])
+def test_nothing_is_lost_or_added_twice(two_ranks: Ranks, kind: str) -> None:
+    two_ranks.run(_nothing_lost, kind)
+
+
+def _nothing_lost(kind: str) -> None:
+    rank = dist.get_rank()
+    for way in (_twice, _the_last_without_a_part, _on_again, _ended_by_another, _with_hooks_on_what_is_saved):
+        torch._dynamo.reset()
+        plain, model = _build(kind), simple_fsdp(_build(kind))
+        for each in range(2):
+            for i, x in enumerate(_inputs(each)):
+                _loss(plain, x[:2] if way is _the_last_without_a_part and i == 0 else x).div(2).backward()
+        for _ in range(2):  # and once more, by the same graphs
+            model.zero_grad()
+            model.set_requires_gradient_sync(False)
+            way(model, lowered(model, "aot_eager"), _inputs(rank))
+            expected = {name: param.grad for name, param in plain.named_parameters()}
+            assert_same({name: param.grad for name, param in model.named_parameters()}, expected, 1e-5)
+
+
+def _build(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    parts: dict[str, list[nn.Module]] = {
+        "tied": [zoo.Tied()],
+        "sometimes": [zoo.Sometimes()],
+        "graph break": [_Breaks(), zoo.Sometimes()],
+    }
+    return nn.Sequential(nn.Linear(zoo.DIM, zoo.DIM), *parts[kind])
+
+
+class _Breaks(zoo.Tied):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x).tanh()
+        torch._dynamo.graph_break()
+        return self.down(x)
+
+
+def _inputs(rank: int) -> list[Tensor]:
+    return [vectors(step, rank) for step in range(3)]
+
+
+def test_what_is_offered_is_given_once_in_the_dtype_of_the_sum() -> None:
+    gradient = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3).t()
+    stand = torch.zeros(()).expand(3, 2).requires_grad_()
+    stand.grad = total = torch.ones(3, 2)
+    expected = [gradient.float(), gradient + torch.ones(3, 2), gradient.float()]
+    found = [ADD_UP(gradient, stand)]
+    offer(stand)
+    try:
+        found += [ADD_UP(gradient, stand.detach()) for _ in range(2)]
+    finally:
+        withdraw(stand)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert all(each.is_contiguous() for each in found)
+    assert found[1].data_ptr() == total.data_ptr(), "no copy of it is made"
+    assert stand.grad is None
+    stand.grad = total
+    assert torch.equal(ADD_UP(gradient, stand), gradient.float())
+    torch.library.opcheck(ADD_UP, (gradient, stand.detach()))
