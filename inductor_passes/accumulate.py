@@ -34,8 +34,8 @@ def add_up(gradient: Tensor, stand: Tensor) -> Tensor:
     leaf = _offered.get(stand.untyped_storage()._cdata)
     if leaf is None or leaf.grad is None:
         return torch.empty(gradient.shape, dtype=stand.dtype, device=gradient.device).copy_(gradient)
-    total, leaf.grad = leaf.grad, None
-    return total.add_(gradient).contiguous()
+    total, leaf.grad = leaf.grad, None  # contiguous, as autograd keeps that of a leaf without memory of its own
+    return total.add_(gradient)
 
 
 def _shape(gradient: Tensor, stand: Tensor) -> Tensor:

@@ -88,13 +88,11 @@ class _Ending:
 
     def __init__(self, found: list[ShardedAttribute]):
         self.found = [(each, stand) for each in found if (stand := each.stand) is not None]
+        # They are called too where the gradient is None, as it has been taken.
         self.hooks = {
-            id(stand): [
-                leaf.register_post_accumulate_grad_hook(self._came)
-                for leaf in (stand, each.param)
-                if leaf.requires_grad
-            ]
-            for each, stand in _once(self.found)
+            id(stand): stand.register_post_accumulate_grad_hook(self._came)
+            for _, stand in _once(self.found)
+            if stand.requires_grad
         }
         self.optimizers = register_optimizer_step_pre_hook(self._refuse)
         for each, stand in self.found:
@@ -105,13 +103,13 @@ class _Ending:
     def forget(self, stand: Tensor) -> None:
         """Leave out one that goes on."""
         self.found = [member for member in self.found if member[1] is not stand]
-        for hook in self.hooks.pop(id(stand)):
+        if (hook := self.hooks.pop(id(stand), None)) is not None:
             hook.remove()
         withdraw(stand)
         if not self.found:
             self.optimizers.remove()
 
-    def _came(self, _leaf: Tensor) -> None:
+    def _came(self, _stand: Tensor) -> None:
         after_backward(self._finish)  # each time: a backward that raises calls none of them
 
     def _finish(self) -> None:

@@ -1,5 +1,6 @@
 """How compiled code ends an accumulation: the last backward takes what was added up, and reduces it in its buckets."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,10 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from inductor_passes import accumulate
 from inductor_passes.accumulate import ADD_UP, offer, withdraw
 from inductor_passes.copies import PACK_GRADIENTS
 from inductor_passes.cost_model import costs
-from simplefsdp import simple_fsdp
+from simplefsdp import rehearsal, simple_fsdp
+from simplefsdp.rehearsal.systems import Parallelism, System
+from simplefsdp.rehearsal.trial import Trial, Workload
 from tests import graphs, zoo
 from tests.compare import assert_same, lowered, vectors
 from tests.models import PROFILE, batch, fsdp2, local, tiny_llama
@@ -47,6 +51,35 @@ def test_the_graph_that_ends_it_has_the_buckets_of_one_without() -> None:
         nbytes, gradient = node.meta["val"].nbytes, node.all_input_nodes[0].meta["val"].nbytes
         assert cost.stored[node] == nbytes
         assert cost.seconds[node] == PROFILE.launch_s + PROFILE.memory_s(gradient + 2 * nbytes)
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_one_that_goes_on_is_not_ended() -> None:
+    model: Any = simple_fsdp(nn.Linear(8, 8))
+    for sync, reductions in ((False, 0), (True, 2), (False, 0)):
+        model.set_requires_gradient_sync(sync)
+        captured = graphs.capture(model, torch.ones(2, 8), plan="none")
+        assert len(graphs.nodes(captured.backward, graphs.REDUCE_SCATTER)) == reductions
+
+
+def test_a_rehearsed_step_of_micro_batches_reduces_with_the_last() -> None:
+    def wrap(model: nn.Module, parallelism: Parallelism) -> Any:
+        return lowered(simple_fsdp(model, parallelism.mesh), "aot_eager")
+
+    found = []
+    with rehearsal.world(4, PROFILE.network) as world:
+        parallelism = Parallelism(init_device_mesh("cpu", (4,)), MixedPrecisionPolicy(), True)
+        for micro_batches, ends_late in ((1, False), (3, False), (3, True)):
+            torch._dynamo.reset()
+            workload = Workload(
+                lambda: tiny_llama(layers=1), 2, 16, 30, torch.device("cpu"), parallelism, micro_batches=micro_batches
+            )
+            trial = Trial("", System(wrap, compiled=False), workload, world, ends_late=ends_late)
+            step = trial.step(None)
+            assert len(step.parts) == 2 * micro_batches + 1
+            found.append(Counter(collective.kind for collective in step.collectives))
+    assert [kinds["reduce_scatter"] for kinds in found] == [3, 3, 1]
+    assert [kinds["all_gather"] for kinds in found] == [5, 15, 15]
 
 
 def test_a_tied_weight_has_the_bits_of_fsdp2(two_ranks: Ranks) -> None:
@@ -166,6 +199,9 @@ def _nothing_lost(kind: str) -> None:
             way(model, lowered(model, "aot_eager"), _inputs(rank))
             expected = {name: param.grad for name, param in plain.named_parameters()}
             assert_same({name: param.grad for name, param in model.named_parameters()}, expected, 1e-5)
+            assert not accumulate._offered, "nothing is kept alive"
+            states = [module._simple_fsdp for module in model.modules()]
+            assert not any(state.stands or state.ending for state in states)
 
 
 def _build(kind: str) -> nn.Module:
