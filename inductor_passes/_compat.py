@@ -54,6 +54,7 @@ __all__ = [
     "after_backward",
     "compile_id",
     "concatenated",
+    "current_backward",
     "default_store",
     "dispatch_modes",
     "dtensor",
@@ -61,7 +62,6 @@ __all__ = [
     "get_eval_frame_callback",
     "get_hash_for_files",
     "group_ranks",
-    "has_saved_tensors_hooks",
     "has_side_effect",
     "hint",
     "in_backward",
@@ -84,6 +84,7 @@ __all__ = [
     "push_saved_tensors_hooks",
     "register_lowering",
     "running_code",
+    "saved_tensors_hooks",
     "skip_code",
     "stable_topological_sort",
     "stands_alone",
@@ -184,7 +185,12 @@ def inside_torch_compile() -> bool:
 
 def in_backward() -> bool:
     """Whether autograd runs a backward on this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward() != -1
+
+
+def current_backward() -> int:
+    """Which backward autograd runs on this thread; -1: none."""
+    return torch._C._current_graph_task_id()
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -192,9 +198,9 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def has_saved_tensors_hooks() -> bool:
-    """Whether some ``torch.autograd.graph.saved_tensors_hooks`` are in force."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """The ``torch.autograd.graph.saved_tensors_hooks`` that are in force: how to pack, and how to unpack."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def push_saved_tensors_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:

@@ -7,35 +7,71 @@
 A *stand* is a leaf of the shape of the full gradient and the dtype of the sum, without the memory of one: autograd has
 added up its ``grad`` (``simplefsdp/accumulation.py``). The operator takes that away when it runs, from the leaf that
 was offered and has the same storage, as a graph may be given another tensor of it. So one graph is for all
-accumulations, and what is read twice is added once.
+accumulations, and what is read twice is added once. A backward may fail, or be asked for other gradients than the
+parameter's: unless that has come in the backward that took it, the sum is still there.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ._compat import current_backward
 from .copies import LIBRARY
 
-_offered: dict[int, Tensor] = {}
-"""Stands by storage."""
+
+@dataclass(eq=False)
+class _Offer:
+    stand: Tensor
+    taken: Tensor | None = None
+    """The sum, by a backward whose gradient of the parameter has not come."""
+    backward: int = -1
+    """Which."""
+
+    def restore(self) -> None:
+        taken, self.taken = self.taken, None
+        if taken is not None:
+            self.stand.grad = taken if self.stand.grad is None else taken + self.stand.grad
+
+
+_offers: dict[int, _Offer] = {}
+"""By storage of the stand."""
 
 
 def offer(stand: Tensor) -> None:
-    """Let the next ``add_up`` have what ``stand`` has."""
-    _offered[stand.untyped_storage()._cdata] = stand
+    """Let ``add_up`` have what ``stand`` has."""
+    _offers[stand.untyped_storage()._cdata] = _Offer(stand)
 
 
 def withdraw(stand: Tensor) -> None:
-    """Let it have nothing."""
-    _offered.pop(stand.untyped_storage()._cdata, None)
+    """Let it have nothing; what was taken for nothing is restored."""
+    if (offered := _offers.pop(stand.untyped_storage()._cdata, None)) is not None:
+        offered.restore()
+
+
+def received(stand: Tensor) -> None:
+    """To be called when the parameter has got its gradient: with what the same backward has taken."""
+    offered = _offers.get(stand.untyped_storage()._cdata)
+    if offered is not None and offered.backward == current_backward():
+        offered.taken = None
+
+
+def restore(stand: Tensor) -> None:
+    """Put back what was taken for nothing; between backwards."""
+    if (offered := _offers.get(stand.untyped_storage()._cdata)) is not None:
+        offered.restore()
 
 
 def add_up(gradient: Tensor, stand: Tensor) -> Tensor:
-    """``gradient``, in the dtype of ``stand``, and what that has added up, if it was offered; contiguous."""
-    leaf = _offered.get(stand.untyped_storage()._cdata)
-    if leaf is None or leaf.grad is None:
-        return torch.empty(gradient.shape, dtype=stand.dtype, device=gradient.device).copy_(gradient)
-    total, leaf.grad = leaf.grad, None  # contiguous, as autograd keeps that of a leaf without memory of its own
-    return total.add_(gradient)
+    """``gradient``, in the dtype of ``stand``, and what that has added up, if it was offered: new and contiguous."""
+    result = torch.empty(gradient.shape, dtype=stand.dtype, device=gradient.device)
+    offered, backward = _offers.get(stand.untyped_storage()._cdata), current_backward()
+    if offered is not None and offered.backward != backward != -1:
+        offered.restore()
+        offered.taken, offered.stand.grad, offered.backward = offered.stand.grad, None, backward
+        if offered.taken is not None:
+            return torch.add(offered.taken, gradient, out=result)
+    return result.copy_(gradient)
 
 
 def _shape(gradient: Tensor, stand: Tensor) -> Tensor:

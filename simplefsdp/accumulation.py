@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from inductor_passes._compat import after_backward, dtensor
-from inductor_passes.accumulate import offer, withdraw
+from inductor_passes.accumulate import offer, received, restore, withdraw
 
 from .sharding import ShardedParameter, all_reduce_max, reduce_together, reduced_in
 
@@ -90,20 +90,25 @@ class _Ending:
         self.found = [(each, stand) for each in found if (stand := each.stand) is not None]
         # They are called too where the gradient is None, as it has been taken.
         self.hooks = {
-            id(stand): stand.register_post_accumulate_grad_hook(self._came)
+            id(stand): [stand.register_post_accumulate_grad_hook(self._came)]
             for _, stand in _once(self.found)
             if stand.requires_grad
         }
+        for each, stand in _once(self.found):
+            if each.param.requires_grad:
+                offer(stand)
+                hook = each.param.register_post_accumulate_grad_hook(functools.partial(_received, stand))
+                self.hooks[id(stand)].append(hook)
         self.optimizers = register_optimizer_step_pre_hook(self._refuse)
         for each, stand in self.found:
             _endings[stand] = self
-            each.ending[each.name] = stand
-            offer(stand)
+            if each.param.requires_grad:
+                each.ending[each.name] = stand
 
     def forget(self, stand: Tensor) -> None:
         """Leave out one that goes on."""
         self.found = [member for member in self.found if member[1] is not stand]
-        if (hook := self.hooks.pop(id(stand), None)) is not None:
+        for hook in self.hooks.pop(id(stand), ()):
             hook.remove()
         withdraw(stand)
         if not self.found:
@@ -128,6 +133,7 @@ class _Ending:
     def _refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         steps = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for each, stand in self.found:
+            restore(stand)
             if stand.grad is not None and id(each.param) in steps:
                 raise RuntimeError(
                     f"{each.info.fqn}: its gradient was added up and never reduced; "
@@ -183,6 +189,10 @@ def _on_any_rank(members: list[tuple[ShardedAttribute, Tensor]]) -> list[bool]:
         for i, bit in zip(alike, bits.tolist(), strict=True):
             found[i] = bool(bit)
     return found
+
+
+def _received(stand: Tensor, _param: Tensor) -> None:
+    received(stand)
 
 
 def _reduce_late(each: ShardedAttribute, stand: Tensor) -> None:

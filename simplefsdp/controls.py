@@ -48,7 +48,8 @@ class Controls:
         ``True`` comes before the last backward: that reduces what was added up until then, once, and adds it to
         ``param.grad``. Compiled code does so in the buckets of its plan. If the last forward was done before, and in
         eager, all is reduced together at the end of that backward, with nothing to hide under. An optimizer that steps
-        without that backward raises. (What ``torch.autograd.grad`` returns in its stead is the sum, too.)
+        without that backward raises. (A checkpoint that is not compiled itself, around what ``torch.compile`` returned,
+        finds another graph in backward than in forward if this is called in between, and torch says so.)
 
         Full gradients are kept in ``reduce_dtype``, apart from ``param.grad``: they take the memory of the whole
         parameters. Code is compiled once for ``False``, and once for the last backward.

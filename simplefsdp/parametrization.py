@@ -103,6 +103,7 @@ class ShardedModule(nn.Module):
     def __deepcopy__(self, memo):
         memo[id(self)] = twin = object.__new__(type(self))
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin._simple_fsdp.ending.clear()  # its backward is not waited for
         attach(twin)
         return twin
 
@@ -212,7 +213,7 @@ def _property(name: str) -> property:
         # functional_call may put something computed from the parameter there.
         info, stand = state.params[name], state.stands.get(name) if param.requires_grad and param.is_leaf else None
         if torch.compiler.is_compiling():
-            return info.as_it_was(unshard(param, info.key, stand, name in state.ending))
+            return info.as_it_was(unshard(param, info.key, stand, name in state.ending and recompute.once.runs))
         try:
             return recompute.read(param, info, stand)
         except AttributeError as error:

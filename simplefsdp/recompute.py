@@ -27,10 +27,10 @@ from inductor_passes._compat import (
     DTensorSpec,
     after_backward,
     dispatch_modes,
-    has_saved_tensors_hooks,
     in_backward,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
+    saved_tensors_hooks,
     temporarily_clear_interpreter_stack,
     without_dispatch_modes,
 )
@@ -50,7 +50,8 @@ class _Outermost:
     """By ``id`` of the parameter."""
     storages: dict[int, tuple[StorageWeakRef, "_Again", int]] = field(default_factory=dict)
     """The gathered weights, by storage, and their version. The reference keeps the address from being used again."""
-    hooks: bool = False
+    pack: Callable[[Tensor], Any] | None = None
+    """That of the hooks on saved tensors, if there are any of ours."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +94,8 @@ class _Held:
 class _Call:
     outermost: _Outermost
     gathered: dict[_Key, "_Full"] = field(default_factory=dict)
+    ran_once: bool = True
+    """What ``once.runs`` was before it."""
 
 
 class _Thread(threading.local):
@@ -104,6 +107,16 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+
+class _Once:
+    """Whether what is called now runs once, as far as is known: not in a checkpoint, whose backward would call it again
+    and must find the same, however parameters are set by then. Compiled code depends on it where it does."""
+
+    runs = True
+
+
+once = _Once()
 
 
 class _Again:
@@ -173,21 +186,28 @@ def enter(compiled: bool) -> _Call:
     else:
         call = _Call(_Outermost())
         # Only the innermost hooks run, so the user's must not be covered, nor the compiler's.
-        if not (compiled or has_saved_tensors_hooks() or in_backward()):
-            call.outermost.hooks = True
+        if not (compiled or saved_tensors_hooks() is not None or in_backward()):
             storages = call.outermost.storages
-            push_saved_tensors_hooks(lambda tensor: _pack(storages, tensor), _unpack)
+            call.outermost.pack = lambda tensor: _pack(storages, tensor)
+            push_saved_tensors_hooks(call.outermost.pack, _unpack)
     calls.append(call)
+    call.ran_once, once.runs = once.runs, not in_backward() and _only_ours(call.outermost)
     return call
+
+
+def _only_ours(outermost: _Outermost) -> bool:
+    hooks = saved_tensors_hooks()
+    return hooks is None or hooks[0] is outermost.pack
 
 
 @torch._dynamo.disable
 def leave(call: _Call) -> None:
     """End it, whether it returned or raised."""
     _thread.calls.pop()
+    once.runs = call.ran_once
     if not _thread.calls:
         _drop_held()
-        if call.outermost.hooks:
+        if call.outermost.pack is not None:
             pop_saved_tensors_hooks()
         call.outermost.stands.clear()
 

@@ -9,18 +9,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from inductor_passes import accumulate
-from inductor_passes.accumulate import ADD_UP, offer, withdraw
+from inductor_passes.accumulate import ADD_UP
 from inductor_passes.copies import PACK_GRADIENTS
 from inductor_passes.cost_model import costs
-from simplefsdp import rehearsal, simple_fsdp
+from simplefsdp import accumulation, recompute, rehearsal, simple_fsdp
 from simplefsdp.rehearsal.systems import Parallelism, System
 from simplefsdp.rehearsal.trial import Trial, Workload
 from tests import graphs, zoo
 from tests.compare import assert_same, lowered, vectors
 from tests.models import PROFILE, batch, fsdp2, local, tiny_llama
 from tests.ranks import Ranks
+from tests.watch import Watch
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -170,6 +172,33 @@ def _ended_by_another(model: Any, forward: Any, inputs: list[Tensor]) -> None:
     one.backward()
 
 
+def _for_its_inputs(model: Any, forward: Any, inputs: list[Tensor]) -> None:
+    """A backward that gives the parameters nothing takes nothing away."""
+    _loss(forward, inputs[0]).backward()
+    model.set_requires_gradient_sync(True)
+    x = inputs[1].clone().requires_grad_()
+    torch.autograd.grad(_loss(forward, x), x)
+    (_loss(forward, inputs[1]) + _loss(forward, inputs[2])).backward()
+
+
+def _that_fails(model: Any, forward: Any, inputs: list[Tensor]) -> None:
+    """Nor does one that fails before they have theirs."""
+    _loss(forward, inputs[0]).backward()
+    model.set_requires_gradient_sync(True)
+    hooks = [param.register_hook(_fail) for param in model.parameters()]
+    with pytest.raises(ZeroDivisionError):
+        _loss(forward, inputs[1]).backward()
+    for hook in hooks:
+        hook.remove()
+    with pytest.raises(RuntimeError, match="its gradient was added up and never reduced"):
+        torch.optim.SGD(model.parameters()).step()
+    (_loss(forward, inputs[1]) + _loss(forward, inputs[2])).backward()
+
+
+def _fail(_gradient: Tensor) -> None:
+    raise ZeroDivisionError
+
+
 def _with_hooks_on_what_is_saved(model: Any, forward: Any, inputs: list[Tensor]) -> None:
     """The graph is given copies."""
     _loss(forward, inputs[0]).backward()
@@ -180,6 +209,17 @@ def _with_hooks_on_what_is_saved(model: Any, forward: Any, inputs: list[Tensor])
     loss.backward()
 
 
+WAYS = (
+    _twice,
+    _the_last_without_a_part,
+    _on_again,
+    _ended_by_another,
+    _for_its_inputs,
+    _that_fails,
+    _with_hooks_on_what_is_saved,
+)
+
+
 @pytest.mark.parametrize("kind", ["tied", "sometimes", "graph break"])
 def test_nothing_is_lost_or_added_twice(two_ranks: Ranks, kind: str) -> None:
     two_ranks.run(_nothing_lost, kind)
@@ -187,7 +227,7 @@ def test_nothing_is_lost_or_added_twice(two_ranks: Ranks, kind: str) -> None:
 
 def _nothing_lost(kind: str) -> None:
     rank = dist.get_rank()
-    for way in (_twice, _the_last_without_a_part, _on_again, _ended_by_another, _with_hooks_on_what_is_saved):
+    for way in WAYS:
         torch._dynamo.reset()
         plain, model = _build(kind), simple_fsdp(_build(kind))
         for each in range(2):
@@ -199,7 +239,7 @@ def _nothing_lost(kind: str) -> None:
             way(model, lowered(model, "aot_eager"), _inputs(rank))
             expected = {name: param.grad for name, param in plain.named_parameters()}
             assert_same({name: param.grad for name, param in model.named_parameters()}, expected, 1e-5)
-            assert not accumulate._offered, "nothing is kept alive"
+            assert not accumulate._offers, "nothing is kept alive"
             states = [module._simple_fsdp for module in model.modules()]
             assert not any(state.stands or state.ending for state in states)
 
@@ -225,21 +265,114 @@ def _inputs(rank: int) -> list[Tensor]:
     return [vectors(step, rank) for step in range(3)]
 
 
-def test_what_is_offered_is_given_once_in_the_dtype_of_the_sum() -> None:
+class _Runs(torch.autograd.Function):
+    """Calls a function in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Any) -> Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.function()
+        return grad, None
+
+
+def _in_a_backward(function: Any) -> None:
+    _Runs.apply(torch.ones(1, requires_grad=True), function).backward()
+
+
+def test_what_is_offered_is_given_once_and_until_it_has_been_received() -> None:
     gradient = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3).t()
     stand = torch.zeros(()).expand(3, 2).requires_grad_()
-    stand.grad = total = torch.ones(3, 2)
-    expected = [gradient.float(), gradient + torch.ones(3, 2), gradient.float()]
-    found = [ADD_UP(gradient, stand)]
-    offer(stand)
+    stand.grad = torch.ones(3, 2)
+    own, total = gradient.float(), gradient + torch.ones(3, 2)
+    found: list[Tensor] = []
+
+    def add(times: int = 1) -> None:
+        found.extend(ADD_UP(gradient, stand.detach()) for _ in range(times))
+
+    def add_and_receive() -> None:
+        add()
+        accumulate.received(stand)
+
+    _in_a_backward(add)
+    accumulate.offer(stand)
     try:
-        found += [ADD_UP(gradient, stand.detach()) for _ in range(2)]
+        add()  # in no backward
+        _in_a_backward(lambda: add(2))
+        _in_a_backward(lambda: accumulate.received(stand))  # by another than took it
+        _in_a_backward(add)
+        stand.grad = torch.ones(3, 2)  # more came meanwhile
+        accumulate.restore(stand)
+        assert torch.equal(stand.grad, torch.full((3, 2), 2.0))
+        _in_a_backward(add_and_receive)
+        _in_a_backward(add)
     finally:
-        withdraw(stand)
+        accumulate.withdraw(stand)
+    expected = [own, own, total, own, total, total + 1, own]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert all(each.is_contiguous() for each in found)
-    assert found[1].data_ptr() == total.data_ptr(), "no copy of it is made"
     assert stand.grad is None
-    stand.grad = total
-    assert torch.equal(ADD_UP(gradient, stand), gradient.float())
     torch.library.opcheck(ADD_UP, (gradient, stand.detach()))
+
+
+def test_a_compiled_part_of_an_eager_model_reduces_its_own_in_its_graph(two_ranks: Ranks) -> None:
+    two_ranks.run(_a_part)
+
+
+def _a_part() -> None:
+    model: Any = simple_fsdp(nn.Sequential(nn.Linear(zoo.DIM, zoo.DIM), zoo.Tied()))
+    model[1].compile(backend="simplefsdp", options={"lower_with": "aot_eager"})
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        loss = _loss(model, vectors(0, 0))
+        with Watch() as watch:
+            loss.backward()
+    assert watch.counts["reduce_scatter_tensor_coalesced"] == 1, "what is eager"
+    assert watch.counts["reduce_scatter_tensor"] > 0
+
+
+class _Checkpointed(nn.Module):
+    """What is compiled is called again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(zoo.DIM, zoo.DIM), zoo.Tied()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.second, self.first(x), use_reentrant=False)
+
+
+def test_a_checkpoint_calls_again_what_it_called_whatever_is_set_by_then(two_ranks: Ranks) -> None:
+    two_ranks.run(_called_again)
+
+
+def _called_again() -> None:
+    torch.manual_seed(0)
+    plain, rank = _Checkpointed(), dist.get_rank()
+    for step in range(5):
+        for each in range(2):
+            _loss(plain, vectors(step, each)).div(2).backward()
+    torch.manual_seed(0)
+    model: Any = simple_fsdp(_Checkpointed())
+    model.second.compile(backend="simplefsdp", options={"lower_with": "aot_eager"})
+    for _ in range(2):
+        model.zero_grad()
+        model.set_requires_gradient_sync(False)
+        _loss(model, vectors(0, rank)).backward()
+        late = _loss(model, vectors(1, rank))
+        model.set_requires_gradient_sync(True)
+        last, after = (_loss(model, vectors(step, rank)) for step in (2, 3))
+        for loss in (late, last, after):
+            loss.backward()
+        model.set_requires_gradient_sync(False)
+        model.set_requires_gradient_sync(True)
+        goes_on = _loss(model, vectors(4, rank))
+        model.set_requires_gradient_sync(False)
+        goes_on.backward()
+        accumulation.reduce_now(accumulation.sharded_attributes(model))
+        assert recompute.once.runs, "outside of all calls"
+        expected = {name: param.grad for name, param in plain.named_parameters()}
+        assert_same({name: param.grad for name, param in model.named_parameters()}, expected, 1e-5)
