@@ -1,6 +1,6 @@
 """Gradient accumulation: a step of several micro-batches, as one rank of a rehearsed cluster, for several systems.
 
-    python -m benchmarks.accumulation                       # four micro-batches, two networks, five minutes
+    python -m benchmarks.accumulation                       # four micro-batches, two networks, four minutes
 
 Systems step in turn, forwards in one round and backwards in the next. Printed are medians, and the median over rounds
 of a system's step divided by that of ``auto`` in the same round. ``switched late`` is ``auto`` where

@@ -88,17 +88,14 @@ class _Ending:
 
     def __init__(self, found: list[ShardedAttribute]):
         self.found = [(each, stand) for each in found if (stand := each.stand) is not None]
-        # They are called too where the gradient is None, as it has been taken.
-        self.hooks = {
-            id(stand): [stand.register_post_accumulate_grad_hook(self._came)]
-            for _, stand in _once(self.found)
-            if stand.requires_grad
-        }
+        self.hooks: dict[int, list[Any]] = {}
         for each, stand in _once(self.found):
+            hooks = self.hooks[id(stand)] = []
+            if stand.requires_grad:  # called too where the gradient is None, as it has been taken
+                hooks.append(stand.register_post_accumulate_grad_hook(self._came))
             if each.param.requires_grad:
                 offer(stand)
-                hook = each.param.register_post_accumulate_grad_hook(functools.partial(_received, stand))
-                self.hooks[id(stand)].append(hook)
+                hooks.append(each.param.register_post_accumulate_grad_hook(functools.partial(_received, stand)))
         self.optimizers = register_optimizer_step_pre_hook(self._refuse)
         for each, stand in self.found:
             _endings[stand] = self
@@ -108,7 +105,7 @@ class _Ending:
     def forget(self, stand: Tensor) -> None:
         """Leave out one that goes on."""
         self.found = [member for member in self.found if member[1] is not stand]
-        for hook in self.hooks.pop(id(stand), ()):
+        for hook in self.hooks.pop(id(stand)):
             hook.remove()
         withdraw(stand)
         if not self.found:
