@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 _REPORT = ["plotly", "Jinja2", "matplotlib"]
 
@@ -10,9 +10,10 @@ setup(
     description="Fully sharded data parallel training for PyTorch, scheduled by the compiler",
     long_description=Path("README.md").read_text(),
     long_description_content_type="text/markdown",
+    license="BSD-3-Clause",
     python_requires=">=3.11",
-    packages=["simplefsdp", "simplefsdp.rehearsal", "inductor_passes"],
-    package_data={"simplefsdp": ["page.html"], "simplefsdp.rehearsal": ["channel.cpp"]},
+    packages=find_packages(include=["simplefsdp*", "inductor_passes*"]),
+    package_data={"": ["py.typed", "*.html", "*.cpp"]},
     install_requires=["torch>=2.11", "numpy", "tqdm"],
     extras_require={
         "report": _REPORT,
@@ -29,9 +30,10 @@ setup(
             "mypy",
             "types-tqdm",
         ],
+        "docs": ["mkdocs-material", "mkdocstrings[python]"],
     },
     entry_points={
-        "console_scripts": ["simplefsdp = simplefsdp.cli:main"],
-        "torch_dynamo_backends": ["simplefsdp = simplefsdp.backend:simplefsdp"],
+        "console_scripts": ["simplefsdp = simplefsdp.cli.main:main"],
+        "torch_dynamo_backends": ["simplefsdp = simplefsdp.compile.backend:simplefsdp"],
     },
 )

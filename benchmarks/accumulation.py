@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.overlap import SCENARIOS, prepared
 from simplefsdp.rehearsal.systems import SYSTEMS
-from simplefsdp.rehearsal.trial import Step, Trial, fresh_compile_cache
+from simplefsdp.rehearsal.timing import RecordedStep, TrainingRun, fresh_compile_cache
 
 OURS, LATE = "auto", "switched late"
 ALL = {OURS: "auto", LATE: "auto", "block": "block", "fsdp2": "fsdp2", "fsdp2-compile": "fsdp2-compile"}
@@ -25,8 +25,8 @@ ALL = {OURS: "auto", LATE: "auto", "block": "block", "fsdp2": "fsdp2", "fsdp2-co
 def run(name: str, micro_batches: int, rounds: int) -> None:
     with prepared(SCENARIOS[name]) as (world, workload, _), fresh_compile_cache():
         accumulating = replace(workload, micro_batches=micro_batches)
-        trials = [Trial(each, SYSTEMS[ALL[each]], accumulating, world, ends_late=each == LATE) for each in ALL]
-        found: dict[str, list[Step]] = {trial.name: [] for trial in trials}
+        trials = [TrainingRun(each, SYSTEMS[ALL[each]], accumulating, world, ends_late=each == LATE) for each in ALL]
+        found: dict[str, list[RecordedStep]] = {trial.name: [] for trial in trials}
         for i in range(rounds + 2):  # the first compiles
             for trial in trials if i % 2 else trials[::-1]:
                 found[trial.name].append(trial.step(SCENARIOS[name].network))
@@ -36,7 +36,7 @@ def run(name: str, micro_batches: int, rounds: int) -> None:
         print(f"| {each} | {row(steps[2:], found[OURS][2:])} |")
 
 
-def row(steps: Sequence[Step], ours: Sequence[Step]) -> str:
+def row(steps: Sequence[RecordedStep], ours: Sequence[RecordedStep]) -> str:
     def median_ms(of: Any) -> str:
         return f"{1e3 * statistics.median(map(of, steps)):.1f}"
 

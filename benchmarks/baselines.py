@@ -20,9 +20,9 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from simplefsdp.hardware import Network
-from simplefsdp.rehearsal.systems import Parallelism, System, ours
-from simplefsdp.wrap import block_buckets, block_of
+from simplefsdp.hardware.profile import Network
+from simplefsdp.plan.grouping import block_buckets, block_of
+from simplefsdp.rehearsal.systems import Parallelism, System, simplefsdp_system
 
 _CONFIG = "aten_distributed_optimizations."
 _KEEP_THE_ORDER = {"reorder_for_peak_memory": False}  # or torch 2.13 undoes what these passes did
@@ -81,11 +81,11 @@ def baselines(network: Network) -> Mapping[str, System]:
             "pre_bucketing_fsdp_collectives": False,  # it knows GPUs only, and would put all into one bucket
         }
         inductor = {_CONFIG + name: value for name, value in config.items()} | _KEEP_THE_ORDER
-        return ours("none", inductor).wrap(model, parallelism)
+        return simplefsdp_system("none", inductor).wrap(model, parallelism)
 
     def manual(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
         inductor = {"post_grad_custom_pre_pass": ManualBlocks(modules_of_blocks(model))} | _KEEP_THE_ORDER
-        return ours("none", inductor).wrap(model, parallelism)
+        return simplefsdp_system("none", inductor).wrap(model, parallelism)
 
     found = {"inductor-auto": System(auto, compiled=True), "inductor-manual": System(manual, compiled=True)}
     if importlib.util.find_spec("torchtitan"):

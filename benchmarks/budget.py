@@ -16,18 +16,18 @@ from typing import Any
 import torch
 
 from benchmarks.overlap import RESULTS, SCENARIOS, machine, prepared
-from simplefsdp.rehearsal.systems import ours
-from simplefsdp.rehearsal.trial import Trial, fresh_compile_cache, measure
-from simplefsdp.search import AIM
+from simplefsdp.compile.plan_step import PLANNED_PERCENT
+from simplefsdp.rehearsal.systems import simplefsdp_system
+from simplefsdp.rehearsal.timing import TrainingRun, fresh_compile_cache, measure
 
 
 def run(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
     scenario = SCENARIOS[name]
     with prepared(scenario) as (world, workload, predictions):
 
-        def trial(budget: int | None) -> Trial:
+        def trial(budget: int | None) -> TrainingRun:
             with fresh_compile_cache():
-                made = Trial(str(budget), ours("auto", budget=budget), workload, world)
+                made = TrainingRun(str(budget), simplefsdp_system("auto", budget=budget), workload, world)
                 for _ in range(2):
                     made.step(scenario.network)
             return made
@@ -41,7 +41,7 @@ def run(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
             least = int(found[1])
         torch._dynamo.reset()
         trials, predicted = [trial(None)], [predictions.found[-1]]
-        most = -(-100 * predicted[0].peak_bytes // AIM)
+        most = -(-100 * predicted[0].peak_bytes // PLANNED_PERCENT)
         for i in reversed(range(count)):
             trials.append(trial(least + (most - least) * i // count))
             predicted.append(predictions.found[-1])

@@ -26,8 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import simple_fsdp
-from simplefsdp.llama import Llama, build
-from simplefsdp.rehearsal.trial import profiled_peak_bytes
+from simplefsdp.models.llama import Llama, build
+from simplefsdp.rehearsal.timing import profiled_peak_bytes
 
 OURS = "simplefsdp block"
 RANKS = 2

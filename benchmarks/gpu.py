@@ -59,7 +59,7 @@ def rehearse(scenario: Scenario, layers: int, steps: int) -> dict[str, Any]:
     if scenario is not SCENARIOS["smoke"]:
         arguments["device"] = "cuda"
     options = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "simplefsdp.cli", "rehearse", *options, "--json"]
+    command = [sys.executable, "-m", "simplefsdp", "rehearse", *options, "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         sys.exit(f"not measured: {' '.join(command[1:])}")

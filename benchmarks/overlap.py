@@ -39,13 +39,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.baselines import baselines
-from simplefsdp import llama, rehearsal
-from simplefsdp.calibrate import calibrate
-from simplefsdp.hardware import Network, flat, network
-from simplefsdp.prediction import Prediction
+from simplefsdp import rehearsal
+from simplefsdp.analysis.prediction import Prediction
+from simplefsdp.calibration.calibrate import calibrate
+from simplefsdp.hardware.profile import Network, flat, network
+from simplefsdp.models import llama
 from simplefsdp.rehearsal.group import World
 from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism, System
-from simplefsdp.rehearsal.trial import Trial, Workload, fresh_compile_cache, measure
+from simplefsdp.rehearsal.timing import TrainingRun, Workload, fresh_compile_cache, measure
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "block"
@@ -175,12 +176,12 @@ def run(name: str, scenario: Scenario, systems: list[str], rounds: int) -> dict[
         every = systems_for(chosen)
         with fresh_compile_cache():  # imports and what else only the first compilation in a process pays
             small = replace(workload, build=lambda: llama.build("debug", dim=16, layers=1, ffn_dim=16), seq=8)
-            Trial("warm up", every["none"], small, world).step(chosen)
+            TrainingRun("warm up", every["none"], small, world).step(chosen)
         for system in systems:
             predictions.found.clear()
             with fresh_compile_cache(), restored_config():
                 try:
-                    trial = Trial(system, every[system], workload, world)
+                    trial = TrainingRun(system, every[system], workload, world)
                     for _ in range(2):
                         trial.step(chosen)
                 except Exception as error:  # of somebody else's passes: say so and go on

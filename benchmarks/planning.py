@@ -10,21 +10,21 @@ from a forward graph to this one.
 import argparse
 import time
 
-from inductor_passes.kept import choose_kept
-from inductor_passes.planner import auto, greedy, minimum
-from inductor_passes.timeline import Gather, Half, Kind, Reduction, bound
+from inductor_passes.scheduling.keep_unsharded import choose_unsharded
+from inductor_passes.scheduling.replay import CollectiveKind, CostGraph, Gather, Reduction, lower_bound
+from inductor_passes.scheduling.search import greedy_schedule, least_memory_schedule, search_schedule
 
 _WEIGHTS = (8, 1, 1, 8, 28, 28, 28, 1e-3, 1e-3)
 """Million elements of a block's, as in an 8B Llama divided by two."""
-_KIND = Kind("shard", alpha_s=1e-4, s_per_byte=1 / 45e9, issue_s=5e-6, copy_s_per_byte=1e-12, shard=1 / 64)
+_KIND = CollectiveKind("shard", alpha_s=1e-4, s_per_byte=1 / 45e9, issue_s=5e-6, copy_s_per_byte=1e-12, shard=1 / 64)
 
 
-def transformer(layers: int) -> Half:
+def transformer(layers: int) -> CostGraph:
     """bf16, a second of compute for 200 layers, one of 64 ranks."""
     sizes = [int(2e6 * million) for million in _WEIGHTS] * layers
     count = len(sizes)
     second = 200 * sum(_WEIGHTS) * 2e6
-    return Half(
+    return CostGraph(
         tuple(size / second for size in sizes),
         (10**9,) * count,
         (10**9,) * (count + 1),
@@ -42,21 +42,21 @@ def main() -> None:
     for layers in map(int, args.layers.split(",")):
         half = transformer(layers)
         began = time.perf_counter()
-        proposal = greedy(half)
-        free = auto(half, proposals=[proposal.schedule], tolerance=0.005)
+        proposal = greedy_schedule(half)
+        free = search_schedule(half, proposals=[proposal.schedule], tolerance=0.005)
         searched = time.perf_counter() - began
         assert free is not None
-        least = minimum(half).timeline.peak
+        least = least_memory_schedule(half).timeline.peak
         budget = least + (free.timeline.peak - least) // 2
         began = time.perf_counter()
-        assert auto(half, budget, [proposal.schedule]) is not None
+        assert search_schedule(half, budget, [proposal.schedule]) is not None
         tight = time.perf_counter() - began
         forward = half._replace(reductions=())
         began = time.perf_counter()
-        choose_kept(forward, half, [gather.fqn for gather in half.gathers], budget)
+        choose_unsharded(forward, half, [gather.fqn for gather in half.gathers], budget)
         kept = time.perf_counter() - began
         count = len(half.gathers) + len(half.reductions)
-        above, greedys = (100 * (found.timeline.seconds / bound(half) - 1) for found in (free, proposal))
+        above, greedys = (100 * (found.timeline.seconds / lower_bound(half) - 1) for found in (free, proposal))
         print(
             f"| {layers} | {count:,} | {searched:.2f} | {1000 * searched / count:.2f} | {tight:.2f} | {above:.1f} % "
             f"| {greedys:.1f} % | {kept:.1f} |",

@@ -20,18 +20,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.rate_limited import link, permitted, run
-from simplefsdp import llama
-from simplefsdp.hardware import Network
+from simplefsdp.calibration.measure_network import SIZES, LinkFit, measure_network
+from simplefsdp.hardware.profile import Network
+from simplefsdp.models import llama
 from simplefsdp.rehearsal.group import World
 from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism
-from simplefsdp.rehearsal.trial import Trial, Workload
-from simplefsdp.sweep import SIZES, Fit, measure_network
+from simplefsdp.rehearsal.timing import TrainingRun, Workload
 
 AGREES = 0.15
 SEEN = ("fsdp2", "block")
 
 
-def measured() -> tuple[Network, dict[str, Fit]]:
+def measured() -> tuple[Network, dict[str, LinkFit]]:
     network, fits = measure_network(torch.device("cpu"), ranks_per_node=1, repeats=9)
     return network, fits["between"]
 
@@ -54,7 +54,7 @@ def train(system: str, steps: int, network: Network | None) -> list[float]:
         device=torch.device("cpu"),
         parallelism=Parallelism(init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(), True),
     )
-    trial = Trial(system, SYSTEMS[system], workload, world)
+    trial = TrainingRun(system, SYSTEMS[system], workload, world)
     time.sleep(max(0.0, begin_together - time.time()))
     for _ in range(3):
         trial.step(network)

@@ -18,7 +18,7 @@ import torch
 from torch._inductor.utils import fresh_cache
 
 from simplefsdp import rehearsal, simple_fsdp
-from simplefsdp.llama import build
+from simplefsdp.models.llama import build
 
 
 def measured(folder: str | None, steps: int) -> tuple[float, float]:

@@ -16,7 +16,8 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, TensorDataset
 
-from simplefsdp import clip_grad_norm_, llama, simple_fsdp
+from simplefsdp import clip_grad_norm_, simple_fsdp
+from simplefsdp.models import llama
 
 from . import checkpoints, data
 

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from simplefsdp.checkpoints import StrictLoadPlanner
+from simplefsdp.training.checkpoint import StrictLoadPlanner
 
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Path:

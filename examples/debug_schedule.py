@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from simplefsdp import HardwareProfile, llama, measure, rehearsal, simple_fsdp
-from simplefsdp.calibrate import kept
-from simplefsdp.explain import read
-from simplefsdp.hardware import flat
+from simplefsdp import HardwareProfile, measure, rehearsal, simple_fsdp
+from simplefsdp.calibration.calibrate import calibrated_profile
+from simplefsdp.cli.explain import read
+from simplefsdp.hardware.profile import flat
+from simplefsdp.models import llama
 
 NETWORK = flat("eight machines on a shared link", 8, alpha_s=0.5e-3, bandwidth_bytes_per_s=0.6e9)
 TRIES = {
@@ -34,7 +35,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)  # the other core is the network
     logging.getLogger("simplefsdp").setLevel(logging.ERROR)
-    profile = kept(torch.device("cpu"), NETWORK)
+    profile = calibrated_profile(torch.device("cpu"), NETWORK)
     for i, (plan, what) in enumerate(TRIES.items()):
         folder = args.out / f"{i}_{plan}"
         with rehearsal.world(NETWORK.ranks, NETWORK):

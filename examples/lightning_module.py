@@ -18,7 +18,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from simplefsdp import clip_grad_norm_, llama, sharded_init, simple_fsdp
+from simplefsdp import clip_grad_norm_, sharded_init, simple_fsdp
+from simplefsdp.models import llama
 
 from . import data
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
-from simplefsdp import clip_grad_norm_, llama, simple_fsdp
+from simplefsdp import clip_grad_norm_, simple_fsdp
+from simplefsdp.models import llama
 
 from . import checkpoints, data
 

@@ -26,24 +26,24 @@ from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from ._compat import stable_topological_sort
-from .collectives import (
+from inductor_passes.collectives import (
     ALL_REDUCE,
     BUCKET,
     CASTS,
     COPIES,
-    MARK,
+    FQNS,
     PADS,
     REDUCE_SCATTER,
     WAIT,
     Collective,
-    erase_upwards,
+    erase_unused_chain,
     gathers,
     reductions,
     source_chain,
 )
-from .copies import PACK_GRADIENTS, PACK_SHARDS, UNPACK_WEIGHTS
-from .order import Bucket, PlanError
+from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS, UNPACK_WEIGHTS
+from inductor_passes.order import Bucket, PlanError
+from inductor_passes.torch_compat.fx import stable_topological_sort
 
 _aten = torch.ops.aten
 
@@ -154,7 +154,7 @@ def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
         step: Collective | None = members[0]
         while step:
             reduced = _collective(step.node, reduced, members, *step.options)
-            step = step.then
+            step = step.all_reduce_after
         offsets = [sum(results[:i]) for i in range(len(results))]
         parts = zip(offsets, results, strict=True)
         _replace(members, [_call(_aten.slice.Tensor, reduced, 0, start, start + n) for start, n in parts])
@@ -191,7 +191,7 @@ def _gradient(node: Node, ranks: int) -> Node:
 
 def _collective(like: Node, packed: Node, members: list[Collective], *options: object) -> Node:
     node = _call(like.target, packed, *options)
-    node.meta[MARK] = tuple(fqn for member in members for fqn in member.fqns)
+    node.meta[FQNS] = tuple(fqn for member in members for fqn in member.fqns)
     node.meta[BUCKET] = like.meta[BUCKET]
     return _call(WAIT, node)
 
@@ -200,7 +200,7 @@ def _replace(members: list[Collective], results: list[Node]) -> None:
     views = [_view(result, list(_val(member.node).shape)) for member, result in zip(members, results, strict=True)]
     for member, view in zip(members, views, strict=True):
         member.result.replace_all_uses_with(view)
-        erase_upwards(member.result)
+        erase_unused_chain(member.result)
 
 
 def _view(node: Node, shape: list[int]) -> Node:

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ._compat import parameter_gradients, parameter_inputs
-from .accumulate import ADD_UP
-from .offload import TO_DEVICE
+from inductor_passes.ops.accumulate import ADD_UP
+from inductor_passes.ops.offload import TO_DEVICE
+from inductor_passes.torch_compat.aot_autograd import parameter_gradients, parameter_inputs
 
-MARK = "simplefsdp_fqns"
+FQNS = "simplefsdp_fqns"
 BUCKET = "simplefsdp_bucket"
 """Where a marked collective keeps the bucket of the plan that it is a member of, or carries out."""
 
@@ -67,7 +67,7 @@ class Collective:
     fqns: tuple[str, ...]
     node: Node
     wait: Node
-    then: "Collective | None" = None
+    all_reduce_after: "Collective | None" = None
     """The all-reduce of this one's result that follows, over another group."""
 
     @property
@@ -77,7 +77,7 @@ class Collective:
     @property
     def result(self) -> Node:
         """The last wait."""
-        return self.then.result if self.then else self.wait
+        return self.all_reduce_after.result if self.all_reduce_after else self.wait
 
     @property
     def options(self) -> tuple[Any, ...]:
@@ -88,7 +88,7 @@ class Collective:
     @property
     def steps(self) -> list[Node]:
         """The collective and those that follow."""
-        return [self.node, *(self.then.steps if self.then else [])]
+        return [self.node, *(self.all_reduce_after.steps if self.all_reduce_after else [])]
 
     def gather_kind(self) -> tuple[Any, ...]:
         """What gathers must have in common to be carried out by one."""
@@ -96,14 +96,14 @@ class Collective:
 
     def reduction_kind(self) -> tuple[Any, ...]:
         """What reductions must have in common to be carried out by one."""
-        then = self.then.reduction_kind() if self.then else ()
+        then = self.all_reduce_after.reduction_kind() if self.all_reduce_after else ()
         # Behind an odd number of reals a complex number would not be aligned.
         return (self.node.target, self.options, self.input.meta["val"].dtype, _becomes_complex(self.result), *then)
 
 
 def gathers(graph: Graph) -> list[Collective]:
     """The marked all-gathers, in graph order."""
-    return [Collective(node.meta[MARK], node, _wait_of(node)) for node in _marked(graph, ALL_GATHER)]
+    return [Collective(node.meta[FQNS], node, _wait_of(node)) for node in _marked(graph, ALL_GATHER)]
 
 
 def reductions(graph: Graph) -> list[Collective]:
@@ -112,7 +112,7 @@ def reductions(graph: Graph) -> list[Collective]:
     for node in reversed(_marked(graph, *REDUCTIONS)):
         wait = _wait_of(node)
         following = [found.pop(user) for user in wait.users if user in found]
-        found[node] = Collective(node.meta[MARK], node, wait, following[0] if following else None)
+        found[node] = Collective(node.meta[FQNS], node, wait, following[0] if following else None)
     return list(found.values())[::-1]
 
 
@@ -137,7 +137,9 @@ def identify(graph: Graph, params: Mapping[int, GraphParameter]) -> list[str]:
     return missed
 
 
-def copies_of_whole(graph: Graph, params: Mapping[int, GraphParameter]) -> list[tuple[GraphParameter, Node]]:
+def device_copies_of_replicated(
+    graph: Graph, params: Mapping[int, GraphParameter]
+) -> list[tuple[GraphParameter, Node]]:
     """Copies to the device of offloaded parameters that are not gathered, as every rank has the whole."""
     return [
         (params[index], copy)
@@ -147,7 +149,7 @@ def copies_of_whole(graph: Graph, params: Mapping[int, GraphParameter]) -> list[
     ]
 
 
-def deterministic(node: Node) -> bool:
+def is_deterministic(node: Node) -> bool:
     """Whether ``node`` computes a tensor (or a tuple of them) from other nodes and nothing else."""
     if not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
         return False
@@ -174,13 +176,13 @@ def _prepares_a_shard(node: Node) -> bool:
 
 
 def _becomes_complex(node: Node) -> bool:
-    following = [user for user in node.users if deterministic(user) and len(user.all_input_nodes) == 1]
+    following = [user for user in node.users if is_deterministic(user) and len(user.all_input_nodes) == 1]
     return any(user.target is _VIEW_AS_COMPLEX or _becomes_complex(user) for user in following)
 
 
 def _marked(graph: Graph, *targets: Callable[..., Any]) -> list[Node]:
     found = [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]
-    return sorted(node for node in found if MARK in node.meta)
+    return sorted(node for node in found if FQNS in node.meta)
 
 
 def _wait_of(collective: Node) -> Node:
@@ -204,14 +206,14 @@ def _reachable(shard: Node, target: Callable[..., Any]) -> list[Node]:
 def _merge_gathers(param: GraphParameter, found: list[Node]) -> None:
     kept: list[Node] = []
     for gather in found:
-        gather.meta[MARK] = (param.fqn,)
+        gather.meta[FQNS] = (param.fqn,)
         twin = next((other for other in kept if _same_result(other, gather)), None)
         if twin is None:
             kept.append(gather)
             continue
         wait = _wait_of(gather)
         wait.replace_all_uses_with(_wait_of(twin))
-        erase_upwards(wait)
+        erase_unused_chain(wait)
 
 
 def _same_result(a: Node, b: Node) -> bool:
@@ -223,7 +225,7 @@ def _step(node: Node) -> tuple:
     return node.target, node.args[1:], node.kwargs
 
 
-def erase_upwards(node: Node) -> None:
+def erase_unused_chain(node: Node) -> None:
     """Erase ``node`` and the chain that leads to it, up to what has another user."""
     while not node.users:
         before = node.all_input_nodes[0]
@@ -256,7 +258,7 @@ def _merge_reductions(param: GraphParameter, gradient: Node) -> bool:
         gradient.replace_all_uses_with(result)
         _erase_tree(gradient)
     for node in collectives:
-        node.meta[MARK] = (param.fqn,)
+        node.meta[FQNS] = (param.fqn,)
     return True
 
 
@@ -269,7 +271,7 @@ def _terms(node: Node) -> list[Node]:
 
 def _reduction_ending_at(last: Node, param: GraphParameter) -> _Reduction | None:
     after = [last]
-    while deterministic(after[0]) and len(after[0].all_input_nodes) == 1:
+    while is_deterministic(after[0]) and len(after[0].all_input_nodes) == 1:
         after.insert(0, after[0].all_input_nodes[0])
     for i, group in enumerate(reversed(param.groups)):
         if i:
@@ -332,4 +334,4 @@ def _erase_tree(node: Node) -> None:
         for term in terms:
             _erase_tree(term)
     else:
-        erase_upwards(node)
+        erase_unused_chain(node)

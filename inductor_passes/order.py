@@ -25,8 +25,8 @@ from typing import Literal, NamedTuple, cast
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from .collectives import ALL_GATHER, BUCKET, MARK, WAIT
-from .copies import PACK_GRADIENTS, UNPACK_WEIGHTS
+from inductor_passes.collectives import ALL_GATHER, BUCKET, FQNS, WAIT
+from inductor_passes.ops.pack import PACK_GRADIENTS, UNPACK_WEIGHTS
 
 Kind = Literal["compute", "gather", "gathered", "pack", "reduction", "reduced"]
 
@@ -47,13 +47,13 @@ class Bucket(NamedTuple):
     wait: str | None
     """Of a gather: before the first use of this parameter, the first of the bucket to be used. Of a reduction: before
     the reduction of this parameter is issued. ``None``: at the end of the graph."""
-    then: str | None = None
+    all_reduce_after: str | None = None
     """Of a reduce-scatter that an all-reduce follows: when the one is awaited and the other issued, as ``wait``."""
-    place: int = 0
+    position: int = 0
     """Among the plan's buckets of its direction: what is due at the same point is issued and awaited in this order."""
 
 
-class Item(NamedTuple):
+class OrderItem(NamedTuple):
     """What ``order`` asks of a node."""
 
     needs: frozenset[int]
@@ -65,9 +65,9 @@ class Item(NamedTuple):
     """Of the parameters whose gather or reduction it is, or is waited for or packed by it."""
     bucket: Bucket | None = None
     """Of all but compute."""
-    follows: bool = False
+    is_all_reduce_after: bool = False
     """It is, or waits for, the all-reduce of a reduce-scatter's result."""
-    followed: bool = False
+    has_all_reduce: bool = False
     """It waits for a reduce-scatter whose result is then all-reduced."""
     weights: tuple[str, ...] = ()
     """FQNs of the parameters whose full weights are this node's result: of a wait, or of an unpacked member."""
@@ -85,7 +85,7 @@ class PlanError(RuntimeError):
 _ALL_REDUCE, _REDUCED, _REDUCTION, _GATHER, _GATHERED, _COMPUTE = range(6)
 
 
-def order(items: Sequence[Item]) -> list[int]:
+def order(items: Sequence[OrderItem]) -> list[int]:
     """Positions of ``items``, a graph in some valid order, in the order of the plan that their buckets are part of.
 
     The compute nodes among them stay in the order they are in. The result of ordering once more is the same.
@@ -111,7 +111,7 @@ def order(items: Sequence[Item]) -> list[int]:
     return result
 
 
-def check_order(items: Sequence[Item]) -> None:
+def check_order(items: Sequence[OrderItem]) -> None:
     """Raise ``PlanError`` if ``items`` are not in the order of their plan."""
     for i, due in enumerate(order(items)):
         if i != due:
@@ -121,31 +121,31 @@ def check_order(items: Sequence[Item]) -> None:
             )
 
 
-def _late(items: Sequence[Item], late: int, done: Sequence[int]) -> str:
+def _late(items: Sequence[OrderItem], late: int, done: Sequence[int]) -> str:
     """Blames what ``late`` waited for, or itself."""
     blamed = next((items[i] for i in reversed(done) if i in items[late].needs and items[i].bucket), items[late])
     bucket = blamed.bucket
     assert bucket is not None, "compute waits for compute that was behind it"
     return (
         f"plan: the bucket of {bucket.fqns[0]} ({len(bucket.fqns)} parameters; issue: {bucket.issue}, then: "
-        f"{bucket.then}, wait: {bucket.wait}) cannot be carried out: in this graph its {blamed.kind} node depends on "
-        "what comes after that point, or something before that point depends on it"
+        f"{bucket.all_reduce_after}, wait: {bucket.wait}) cannot be carried out: in this graph its {blamed.kind} node "
+        "depends on what comes after that point, or something before that point depends on it"
     )
 
 
-def first_uses(items: Sequence[Item]) -> list[str]:
+def first_uses(items: Sequence[OrderItem]) -> list[str]:
     """FQNs of the gathered parameters in the order of their first use."""
-    use = places(items).use
+    use = compute_positions(items).first_use_slot
     return sorted(use, key=lambda fqn: use[fqn])
 
 
-def last_gradients(items: Sequence[Item]) -> list[str]:
+def last_gradients(items: Sequence[OrderItem]) -> list[str]:
     """FQNs of the reduced parameters in the order in which their full gradients are there."""
-    there = places(items).gradient
+    there = compute_positions(items).ready_slot
     return sorted(there, key=lambda fqn: there[fqn])
 
 
-def _users(items: Sequence[Item]) -> list[list[int]]:
+def _users(items: Sequence[OrderItem]) -> list[list[int]]:
     users: list[list[int]] = [[] for _ in items]
     for i, item in enumerate(items):
         for need in item.needs:
@@ -153,7 +153,7 @@ def _users(items: Sequence[Item]) -> list[list[int]]:
     return users
 
 
-class Places(NamedTuple):
+class ComputePositions(NamedTuple):
     """Where things are among the compute nodes, which are numbered; the end is their number."""
 
     main: dict[int, int]
@@ -162,17 +162,17 @@ class Places(NamedTuple):
     """Items that gathers are prepared by."""
     copy_out: set[int]
     """Items that are made of gathered weights alone, or of reduced gradients alone."""
-    use: dict[str, int]
+    first_use_slot: dict[str, int]
     """By FQN of a gathered parameter: the first compute node that reads it, or the end."""
-    last_use: dict[str, int]
+    last_use_slot: dict[str, int]
     """By FQN of a gathered parameter that compute reads: the last such node."""
-    gradient: dict[str, int]
+    ready_slot: dict[str, int]
     """By FQN of a reduced parameter: the compute node before which its full gradient is there, or the end."""
     weights: list[tuple[str, ...]]
     """Of each item but compute: FQNs of the parameters whose full weights it is made of."""
 
 
-def places(items: Sequence[Item]) -> Places:
+def compute_positions(items: Sequence[OrderItem]) -> ComputePositions:
     users = _users(items)
     copy_in: set[int] = set()
     for i in reversed(range(len(items))):
@@ -205,44 +205,46 @@ def places(items: Sequence[Item]) -> Places:
             use.setdefault(fqn, len(main))
         for producer, fqn in item.gradients:
             gradient[fqn] = 0 if producer < 0 else main.get(producer, len(main) - 1) + 1
-    return Places(main, copy_in, copy_out, use, last_use, gradient, weights)
+    return ComputePositions(main, copy_in, copy_out, use, last_use, gradient, weights)
 
 
 _Key = tuple[int, int, int, int]
 """Slot, phase, place of the bucket, and the stage of a reduction in its own slot: issued, handed on, awaited."""
 
 
-def _keys(items: Sequence[Item]) -> list[_Key]:
-    at = places(items)
+def _keys(items: Sequence[OrderItem]) -> list[_Key]:
+    at = compute_positions(items)
     end = len(at.main)
     users = _users(items)
     issued: dict[str | None, int] = {}
     last = 0
     buckets = dict.fromkeys(item.bucket for item in items if item.kind == "reduction" and item.bucket)
-    for bucket in sorted(buckets, key=attrgetter("place")):
-        last = max([last, *(at.gradient[fqn] for fqn in (*bucket.fqns, bucket.issue) if fqn in at.gradient)])
+    for bucket in sorted(buckets, key=attrgetter("position")):
+        last = max([last, *(at.ready_slot[fqn] for fqn in (*bucket.fqns, bucket.issue) if fqn in at.ready_slot)])
         issued.update(dict.fromkeys(bucket.fqns, last))
 
     def used(bucket: Bucket, *points: str | None) -> int:
         """The first use of any of the points, but not after any of the bucket's own."""
-        return min(at.use[fqn] for fqn in (*bucket.fqns, *points) if fqn in at.use)
+        return min(at.first_use_slot[fqn] for fqn in (*bucket.fqns, *points) if fqn in at.first_use_slot)
 
-    def reduced(item: Item, bucket: Bucket, phase: int, *points: str | None) -> _Key:
+    def reduced(item: OrderItem, bucket: Bucket, phase: int, *points: str | None) -> _Key:
         """The end comes after all that is issued in the last slot."""
         issue = issued[item.fqns[0]]
         slot = max(issue, *(issued.get(point, end + 1) for point in points))
-        return (slot, phase, bucket.place, 0) if slot > issue else (slot, _REDUCTION, bucket.place, 1 + phase)
+        return (slot, phase, bucket.position, 0) if slot > issue else (slot, _REDUCTION, bucket.position, 1 + phase)
 
-    def key(item: Item, bucket: Bucket) -> _Key:
+    def key(item: OrderItem, bucket: Bucket) -> _Key:
         if item.kind == "gather":
-            return (used(bucket, bucket.issue) if bucket.issue in at.use else 0), _GATHER, bucket.place, 0
+            return (used(bucket, bucket.issue) if bucket.issue in at.first_use_slot else 0), _GATHER, bucket.position, 0
         if item.kind == "gathered":
-            return used(bucket, bucket.wait), _GATHERED, bucket.place, 0
-        if item.followed or (item.follows and item.kind == "reduction"):
-            return reduced(item, bucket, _ALL_REDUCE, bucket.then)
+            return used(bucket, bucket.wait), _GATHERED, bucket.position, 0
+        if item.has_all_reduce or (item.is_all_reduce_after and item.kind == "reduction"):
+            return reduced(item, bucket, _ALL_REDUCE, bucket.all_reduce_after)
         if item.kind == "reduced":
-            return reduced(item, bucket, _REDUCED, *([bucket.then] if item.follows else []), bucket.wait)
-        return issued[item.fqns[0]], _REDUCTION, bucket.place, 0
+            return reduced(
+                item, bucket, _REDUCED, *([bucket.all_reduce_after] if item.is_all_reduce_after else []), bucket.wait
+            )
+        return issued[item.fqns[0]], _REDUCTION, bucket.position, 0
 
     keys = [(at.main.get(i, end), _COMPUTE, 0, 0) for i in range(len(items))]
     for i, item in enumerate(items):
@@ -263,49 +265,49 @@ def _keys(items: Sequence[Item]) -> list[_Key]:
     return keys
 
 
-def graph_items(graph: Graph) -> tuple[list[Node], list[Item]]:
+def graph_items(graph: Graph) -> tuple[list[Node], list[OrderItem]]:
     """The nodes of an FX graph that ``order`` may move or that it must keep behind each other, and what they are."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
     position = {node: i for i, node in enumerate(nodes)}
     items = []
     for node in nodes:
         needs = frozenset(position[n] for n in node.all_input_nodes if n in position)
-        plain = Item(needs, reads_inputs=any(n.op == "placeholder" for n in node.all_input_nodes))
+        plain = OrderItem(needs, reads_inputs=any(n.op == "placeholder" for n in node.all_input_nodes))
         inputs = [n for n in tree_leaves(node.args) if isinstance(n, Node)]
-        items.append(item_for(node, plain, [position.get(n, -1) for n in inputs]))
+        items.append(order_item(node, plain, [position.get(n, -1) for n in inputs]))
     return nodes, items
 
 
-def item_for(node: Node, plain: Item, sources: Sequence[int]) -> Item:
+def order_item(node: Node, plain: OrderItem, sources: Sequence[int]) -> OrderItem:
     """What ``plain`` is beyond its needs, given the FX node (it is, or became a kernel) and its inputs' positions, in
     the order of its arguments (of a kernel that only hands on a result: none)."""
     if node.target is operator.getitem and _source(node).target is UNPACK_WEIGHTS:
-        return plain._replace(weights=(_source(_source(_source(node))).meta[MARK][cast(int, node.args[1])],))
+        return plain._replace(weights=(_source(_source(_source(node))).meta[FQNS][cast(int, node.args[1])],))
     if node.target is PACK_GRADIENTS:
         reduction = next(iter(node.users))
-        fqns = reduction.meta[MARK]
+        fqns = reduction.meta[FQNS]
         gradients = tuple(zip(sources, fqns, strict=True)) if sources else ()
         return plain._replace(kind="pack", fqns=fqns, bucket=reduction.meta.get(BUCKET), gradients=gradients)
     collective = _source(node) if node.target is WAIT else node
-    if MARK not in collective.meta:
+    if FQNS not in collective.meta:
         return plain
-    fqns = collective.meta[MARK]
+    fqns = collective.meta[FQNS]
     item = plain._replace(fqns=fqns, bucket=collective.meta.get(BUCKET))
     if collective.target is ALL_GATHER:
         if node is collective:
             return item._replace(kind="gather")
         return item._replace(kind="gathered", weights=fqns if len(fqns) == 1 else ())
-    item = item._replace(follows=_follows(collective))
+    item = item._replace(is_all_reduce_after=_follows(collective))
     if node is not collective:
-        return item._replace(kind="reduced", followed=any(MARK in user.meta for user in node.users))
-    if item.follows or _source(node).target is PACK_GRADIENTS:
+        return item._replace(kind="reduced", has_all_reduce=any(FQNS in user.meta for user in node.users))
+    if item.is_all_reduce_after or _source(node).target is PACK_GRADIENTS:
         return item._replace(kind="reduction")
     return item._replace(kind="reduction", gradients=((sources[0], fqns[0]),))
 
 
 def _follows(reduction: Node) -> bool:
     source = _source(reduction)
-    return source.target is WAIT and MARK in _source(source).meta
+    return source.target is WAIT and FQNS in _source(source).meta
 
 
 def _source(node: Node) -> Node:

@@ -12,13 +12,13 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from ._compat import (
-    Halves,
+from inductor_passes.collectives import Collective, gathers, reductions, source_chain
+from inductor_passes.torch_compat.aot_autograd import (
+    PartitionedGraphs,
     min_cut_rematerialization_partition,
     opaque_objects_last,
     opaque_objects_weigh_nothing,
 )
-from .collectives import Collective, gathers, reductions, source_chain
 
 _SOURCE = "simplefsdp_source"
 """Where a folded gather keeps what led to it from its shard, a graph, and the shard's placeholder its own value."""
@@ -29,9 +29,9 @@ def partition(
     inputs: Any,
     *,
     num_fwd_outputs: int,
-    partitioner: Callable[..., Halves] = min_cut_rematerialization_partition,
+    partitioner: Callable[..., PartitionedGraphs] = min_cut_rematerialization_partition,
     **kwargs: Any,
-) -> Halves:
+) -> PartitionedGraphs:
     """Forward and backward of a joint graph whose gathers are marked and tagged, by one of torch's partitioners."""
     by_shard: dict[Node, list[Collective]] = {}
     for gather in gathers(joint.graph):

@@ -6,17 +6,17 @@
     model = torch.compile(model, backend="simplefsdp")
 """
 
-from . import backend as backend  # importing it registers the torch.compile backend
-from .api import simple_fsdp
-from .clip import clip_grad_norm_
-from .hardware import HardwareProfile
-from .initialization import sharded_init
-from .measurement import Measurement
-from .measuring import measure
-from .optimizers import step_on_shards
-from .parametrization import register_fsdp_forward_method
-from .plan import BucketPlan
-from .wrap import manual_plan
+from simplefsdp.analysis.measurement import Measurement
+from simplefsdp.analysis.measuring import measure
+from simplefsdp.api import simple_fsdp
+from simplefsdp.compile import backend as backend  # importing it registers the torch.compile backend
+from simplefsdp.frontend.initialization import sharded_init
+from simplefsdp.frontend.parametrization import register_fsdp_forward_method
+from simplefsdp.hardware.profile import HardwareProfile
+from simplefsdp.plan.bucket_plan import BucketPlan
+from simplefsdp.plan.grouping import manual_plan
+from simplefsdp.training.clip_grad import clip_grad_norm_
+from simplefsdp.training.optimizers import step_on_shards
 
 __all__ = [
     "BucketPlan",

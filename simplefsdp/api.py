@@ -12,10 +12,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from inductor_passes._compat import inside_torch_compile, local_part, skip_code
-
-from ._messages import unknown
-from .checks import (
+from inductor_passes.torch_compat.dtensor import local_tensor
+from inductor_passes.torch_compat.dynamo import inside_torch_compile, skip_code
+from simplefsdp.frontend.fsdp_methods import check_divide_factor
+from simplefsdp.frontend.gloo import run_in_order
+from simplefsdp.frontend.parametrization import ShardedModule, ShardedModuleState, parametrize
+from simplefsdp.frontend.sharding import (
+    Communication,
+    Group,
+    ReplacedByShard,
+    Reshard,
+    ShardedModel,
+    ShardedParameter,
+    replace_parameter,
+    shard,
+    shard_further,
+    to_offload_device,
+)
+from simplefsdp.frontend.validation import (
     check_device,
     check_dtensor,
     check_mode,
@@ -24,22 +38,8 @@ from .checks import (
     check_placement,
     check_types,
 )
-from .controls import check_divide_factor
-from .gloo import run_in_order
-from .parametrization import ShardedModule, State, parametrize
-from .sharding import (
-    Communication,
-    Group,
-    Replaced,
-    Reshard,
-    ShardedModel,
-    ShardedParameter,
-    offloaded,
-    replace_parameter,
-    shard,
-    shard_again,
-)
-from .wrap import blocks
+from simplefsdp.plan.grouping import blocks
+from simplefsdp.text.messages import unknown
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -166,7 +166,7 @@ def simple_fsdp(
             run_in_order(group)
     shard_group, replica_group = _groups(mode, mesh)
     for fqn, param in new.items():
-        there = local_part(param)
+        there = local_tensor(param)
         comm = Communication(
             shape=tuple(there.shape),
             dim=next((p.dim for p in placements[fqn] if isinstance(p, Shard)), None),
@@ -180,10 +180,10 @@ def simple_fsdp(
             pinned=pinned,
         )
         if isinstance(param, DTensor):
-            local, tensor_parallel = shard_again(param, mesh, placements[fqn]), param._spec
+            local, tensor_parallel = shard_further(param, mesh, placements[fqn]), param._spec
         else:
             local, tensor_parallel = shard(param, mesh, placements[fqn]), None
-        local = offloaded(local, pinned) if offloads else local
+        local = to_offload_device(local, pinned) if offloads else local
         info = ShardedParameter(fqn, sharded_model, comm, local.placements, tensor_parallel)
         sharded[id(param)] = replace_parameter(param, local, info), info
     for param in ignored.values():
@@ -202,7 +202,7 @@ def _relink(model: nn.Module) -> None:
     """Tie again what a call on a part untied: its parameter became a shard there, and not where others hold it."""
     for module in model.modules():
         for name, param in module._parameters.items():
-            if isinstance(param, Replaced):
+            if isinstance(param, ReplacedByShard):
                 module._parameters[name] = param.replaced_by
 
 
@@ -273,7 +273,7 @@ def _shard_modules(
         if isinstance(module, ShardedModule):
             state = replace(module._simple_fsdp, params=own)
         else:
-            state = State(
+            state = ShardedModuleState(
                 params=own,
                 cast_inputs=cast_inputs if name in boundaries else None,
                 cast_output=mp_policy.output_dtype if module is model else None,

@@ -14,8 +14,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inductor_passes.collectives import GraphParameter
-from simplefsdp.backend import passes_for
-from simplefsdp.options import parse_options
+from simplefsdp.compile.backend import passes_for
+from simplefsdp.compile.options import parse_options
 
 PARTITIONERS: dict[str, Callable[..., Any]] = {
     "min_cut": min_cut_rematerialization_partition,

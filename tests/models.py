@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from simplefsdp import HardwareProfile, llama
-from simplefsdp.hardware import flat
+from simplefsdp import HardwareProfile
+from simplefsdp.hardware.profile import flat
+from simplefsdp.models import llama
 
 ONE = ((1.0, 1e9),)
 PROFILE = HardwareProfile(

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from inductor_passes._compat import load_cpp
+from inductor_passes.torch_compat.inductor import load_cpp
 
 _TYPES = [
     torch.float32,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from .channel import Move, Times
+from simplefsdp.rehearsal.channel import Move, Times
 
 
 @triton.jit

@@ -31,10 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from ..hardware import Network
-from ..hardware import network as find_network
-from .channel import CpuChannel, Job, Move
-from .out_forms import shim
+from simplefsdp.hardware.profile import Network
+from simplefsdp.hardware.profile import network as find_network
+from simplefsdp.rehearsal.channel import CpuChannel, Job, Move
+from simplefsdp.rehearsal.out_forms import shim
 
 
 class Collective(NamedTuple):
@@ -109,7 +109,7 @@ class World:
         if device.type == "cpu":
             self._channels.append(CpuChannel())
         else:
-            from .cuda import CudaChannel  # needs triton
+            from simplefsdp.rehearsal.cuda import CudaChannel  # needs triton
 
             self._channels.append(CudaChannel(device, self.multiprocessors))
         return self._channels[-1]

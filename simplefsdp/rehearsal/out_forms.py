@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _register_work, _resolve_process_group
 from torch.distributed import ProcessGroup
 
-from inductor_passes._compat import OUT_FORMS_REACH_PYTHON_GROUPS
+from inductor_passes.torch_compat.distributed import OUT_FORMS_REACH_PYTHON_GROUPS
 
 
 @functools.cache

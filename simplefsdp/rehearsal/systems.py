@@ -10,10 +10,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ..api import simple_fsdp
-from ..hardware import HardwareProfile
-from ..sharding import Reshard
-from ..wrap import block_buckets, block_of, blocks
+from simplefsdp.api import simple_fsdp
+from simplefsdp.frontend.sharding import Reshard
+from simplefsdp.hardware.profile import HardwareProfile
+from simplefsdp.plan.grouping import block_buckets, block_of, blocks
 
 
 class Parallelism(NamedTuple):
@@ -39,7 +39,7 @@ class System(NamedTuple):
     """Whether, on CUDA, it is streams of its own that wait for collectives: the record does not show compute then."""
 
 
-def ours(
+def simplefsdp_system(
     plan: Any = "block",
     inductor: Mapping[str, Any] | None = None,
     budget: int | None = None,
@@ -102,11 +102,11 @@ def _single(model: nn.Module, _parallelism: Parallelism) -> Callable[[Tensor], A
 
 
 SYSTEMS: Mapping[str, System] = {
-    "block": ours("block"),
-    "auto": ours("auto"),
-    "auto-kept": ours("auto", reshard="auto"),
-    "greedy": ours("greedy"),
-    "inductor": ours("none"),
+    "block": simplefsdp_system("block"),
+    "auto": simplefsdp_system("auto"),
+    "auto-kept": simplefsdp_system("auto", reshard="auto"),
+    "greedy": simplefsdp_system("greedy"),
+    "inductor": simplefsdp_system("none"),
     "fsdp2": System(_fsdp2, compiled=False, own_streams=True),
     "fsdp2-compile": System(_fsdp2_compile, compiled=True, own_streams=True),
     "ddp": System(_ddp, compiled=False, sharded=False, own_streams=True),

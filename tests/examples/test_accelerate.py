@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from simplefsdp import llama
+from simplefsdp.models import llama
 from tests.examples.plain import FLAGS, train
 from tests.ranks import TORCHRUN, run
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.ranks import TORCHRUN, run
-from tests.simplefsdp.test_huggingface import SMALL
+from tests.simplefsdp.frontend.test_huggingface import SMALL
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,11 +13,11 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from inductor_passes import bucket as bucket_pass
 from inductor_passes.bucket import assign, bucket
-from inductor_passes.collectives import MARK, gathers, reductions
-from inductor_passes.copies import PACK_GRADIENTS, PACK_SHARDS
+from inductor_passes.collectives import FQNS, gathers, reductions
+from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS
 from inductor_passes.order import Bucket, PlanError
-from inductor_passes.record import record, sequence_of
-from inductor_passes.report import render
+from inductor_passes.runtime.graph_dump import render_graph
+from inductor_passes.runtime.record import record_graph, recorded_sequence
 from tests.graphs import ALL_GATHER, REDUCE_SCATTER, WAIT, fqns, nodes
 
 RANKS = 3
@@ -65,7 +65,7 @@ def chains(specs: list[Spec]) -> tuple[Graph, list[torch.Tensor]]:
                 collective = call(graph, ALL_GATHER, node, RANKS, group)
             else:
                 collective = call(graph, REDUCE_SCATTER, node, kind, RANKS, group)
-            collective.meta[MARK] = (f"p{i}",)
+            collective.meta[FQNS] = (f"p{i}",)
             outputs.append(call(graph, torch.ops.aten.neg.default, call(graph, WAIT, collective)))
         graph.output(tuple(outputs))
     return graph, inputs
@@ -153,7 +153,7 @@ def test_what_the_user_cuts_off_pads_and_rounds_stays_so(steps: list[tuple[Any, 
             for target, *args in steps:
                 node = call(graph, target, node, *args)
             node = call(graph, REDUCE_SCATTER, node, "sum", RANKS, "0")
-            node.meta[MARK] = (f"p{i}",)
+            node.meta[FQNS] = (f"p{i}",)
             outputs.append(call(graph, WAIT, node))
         graph.output(tuple(outputs))
     expected = run(graph, [x, x + 100])
@@ -171,9 +171,9 @@ def test_a_bucket_packs_in_its_own_order_and_skips_what_is_not_there():
 @pytest.mark.usefixtures("one_of_four")
 def test_buckets_of_one_leave_the_graph_as_it_is():
     graph, _ = chains([GATHER, ("avg", [2], torch.float32, "0", 0)])
-    before = render(graph)
+    before = render_graph(graph)
     merge(graph, ["p0"], ["p1"])
-    assert render(graph) == before
+    assert render_graph(graph) == before
 
 
 @pytest.mark.usefixtures("one_of_four")
@@ -215,7 +215,7 @@ def test_what_prepares_a_shard_comes_forward_and_compute_stays():
         outputs = []
         for i in range(2):
             gather = call(graph, ALL_GATHER, moved[i], RANKS, "0")
-            gather.meta[MARK] = (f"p{i}",)
+            gather.meta[FQNS] = (f"p{i}",)
             outputs.append(call(graph, compute[i], call(graph, WAIT, gather)))
             outputs.append(call(graph, compute[2], shards[0]))
             if i == 0:
@@ -230,14 +230,14 @@ def test_what_prepares_a_shard_comes_forward_and_compute_stays():
 def test_the_record_of_a_graph_whose_collectives_are_others_cannot_be_updated():
     graph, _ = chains([GATHER, ("avg", [2], torch.float32, "0", 0)])
     (first,), (other,) = gathers(graph), reductions(graph)
-    old = record("forward", [], [], [first.node, other.node, first.wait, other.wait])
+    old = record_graph("forward", [], [], [first.node, other.node, first.wait, other.wait])
     assert old.order == (0, 1, -1, -2)
-    assert sequence_of(old, [other.node, other.wait, first.node, first.wait]) == {
+    assert recorded_sequence(old, [other.node, other.wait, first.node, first.wait]) == {
         "issued": old.issued[::-1],
         "order": (0, -1, 1, -2),
     }
     with pytest.raises(PlanError, match=r"lost \['reduce_scatter_tensor of float32\[6\] avg 3: p1'\]"):
-        sequence_of(old, [first.node])
+        recorded_sequence(old, [first.node])
 
 
 @pytest.mark.usefixtures("one_of_four")
@@ -246,7 +246,7 @@ class TestGraphs(expecttest.TestCase):
         graph, _ = chains([("gather", [2, 3], torch.float64, "0", 1), ("gather", [4], torch.float64, "0", 0)])
         merge(graph, ["p0", "p1"])
         self.assertExpectedInline(
-            render(graph),
+            render_graph(graph),
             """\
 x0: float32[1, 3] = input
 x1: float32[4] = input
@@ -268,7 +268,7 @@ return (neg_default, neg_default_1)
         graph, _ = chains([("avg", [2, 3], torch.float64, "0", 1), ("avg", [4], torch.float64, "0", 0)])
         merge(graph, ["p0", "p1"])
         self.assertExpectedInline(
-            render(graph),
+            render_graph(graph),
             """\
 x0: float32[5, 3] = input
 x1: float32[12] = input

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
-from inductor_passes._compat import parameter_gradients, parameter_inputs
-from inductor_passes.collectives import deterministic, gathers, identify, reductions, source_chain
+from inductor_passes.collectives import gathers, identify, is_deterministic, reductions, source_chain
+from inductor_passes.torch_compat.aot_autograd import parameter_gradients, parameter_inputs
 from simplefsdp import simple_fsdp
 from tests.graphs import ALL_GATHER, ALL_REDUCE, PARTITIONERS, REDUCE_SCATTER, WAIT, capture, copy, fqns, nodes
 from tests.models import batch, tiny_llama
@@ -207,13 +207,13 @@ def test_an_all_reduce_that_follows_belongs_to_its_reduction():
     found = reductions(captured.backward)
     assert sorted(reduction.fqns for reduction in found) == [("bias",), ("weight",)]
     for reduction in found:
-        assert reduction.then is not None
+        assert reduction.all_reduce_after is not None
         assert [node.target for node in reduction.steps] == [REDUCE_SCATTER, ALL_REDUCE]
-        assert reduction.result is reduction.then.wait
-        assert reduction.reduction_kind() != replace(reduction, then=None).reduction_kind()
-        elsewhere = replace(reduction.then, node=reduction.node)
-        assert reduction.reduction_kind() != replace(reduction, then=elsewhere).reduction_kind()
-    assert replace(found[0], then=None).result is found[0].wait
+        assert reduction.result is reduction.all_reduce_after.wait
+        assert reduction.reduction_kind() != replace(reduction, all_reduce_after=None).reduction_kind()
+        elsewhere = replace(reduction.all_reduce_after, node=reduction.node)
+        assert reduction.reduction_kind() != replace(reduction, all_reduce_after=elsewhere).reduction_kind()
+    assert replace(found[0], all_reduce_after=None).result is found[0].wait
 
 
 def test_what_leads_from_a_shard_to_its_gather_is_a_pad_a_cast_or_a_view():
@@ -269,11 +269,11 @@ def test_a_chain_goes_on_through_what_computes_tensors_from_nothing_but_nodes():
         for target, args, expected in cases:
             node = graph.call_function(target, args)
             node.meta["val"] = target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
-            assert deterministic(node) is expected, target
+            assert is_deterministic(node) is expected, target
             if target is aten.split.Tensor:
                 item = graph.call_function(operator.getitem, (node, 0))
                 item.meta["val"] = node.meta["val"][0]
-                assert deterministic(item)
+                assert is_deterministic(item)
 
 
 class UsersCasts(nn.Module):

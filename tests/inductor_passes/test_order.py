@@ -16,13 +16,13 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes import bucket as bucket_pass
+from inductor_passes import inductor_order as scheduler
 from inductor_passes import order as order_pass
-from inductor_passes import scheduler
-from inductor_passes._compat import NOTHING_ELSE_MOVES
-from inductor_passes.collectives import MARK
-from inductor_passes.copies import UNPACK_WEIGHTS
-from inductor_passes.order import Bucket, Item, PlanError, check_order, first_uses, graph_items, order
-from inductor_passes.record import Record
+from inductor_passes.collectives import FQNS
+from inductor_passes.ops.pack import UNPACK_WEIGHTS
+from inductor_passes.order import Bucket, OrderItem, PlanError, check_order, first_uses, graph_items, order
+from inductor_passes.runtime.record import Record
+from inductor_passes.torch_compat.inductor import NO_OTHER_REORDERING
 from simplefsdp import BucketPlan, manual_plan, simple_fsdp
 from tests.graphs import WAIT, capture
 from tests.models import batch, tiny_llama
@@ -32,18 +32,18 @@ from tests.models import batch, tiny_llama
 class Program:
     """A graph of items whose collectives stand where their values are first needed or last made, and its plan."""
 
-    items: list[Item] = field(default_factory=list)
+    items: list[OrderItem] = field(default_factory=list)
     computes: list[int] = field(default_factory=list)
-    use: dict[str, int] = field(default_factory=dict)
+    first_use_slot: dict[str, int] = field(default_factory=dict)
     """Number of the first compute node that reads a parameter."""
-    gradient: dict[str, int] = field(default_factory=dict)
+    ready_slot: dict[str, int] = field(default_factory=dict)
     """Number of the compute node that makes a parameter's gradient."""
     reductions: list[Bucket] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)
     """Items around a collective, and the collective or wait that they belong to."""
 
     def add(self, *needs: int, **of: Any) -> int:
-        self.items.append(Item(frozenset(needs), **of))
+        self.items.append(OrderItem(frozenset(needs), **of))
         return len(self.items) - 1
 
 
@@ -55,23 +55,23 @@ def programs(draw: st.DrawFn) -> Program:
     program = Program()
     for i in range(n):
         for param in sorted(reads[i]):
-            program.use.setdefault(param, i)
+            program.first_use_slot.setdefault(param, i)
     for param in draw(st.sets(st.sampled_from(params))):
-        program.gradient[param] = draw(st.integers(0, n - 1))
-    gathers = [_gather_bucket(draw, program, fqns) for fqns in _partition(draw, sorted(program.use))]
+        program.ready_slot[param] = draw(st.integers(0, n - 1))
+    gathers = [_gather_bucket(draw, program, fqns) for fqns in _partition(draw, sorted(program.first_use_slot))]
     reductions = _reduction_buckets(draw, program)
     program.reductions = [bucket for bucket, _ in reductions]
     weights: dict[str, int] = {}
     for i in range(n):
         for bucket in gathers:
-            if min(program.use[fqn] for fqn in bucket.fqns) == i:
+            if min(program.first_use_slot[fqn] for fqn in bucket.fqns) == i:
                 weights.update(_add_gather(program, bucket))
         earlier = draw(st.sets(st.sampled_from(program.computes))) if program.computes else set()
         node = program.add(*earlier, *(weights[fqn] for fqn in sorted(reads[i])), reads_inputs=not earlier)
         program.computes.append(node)
-        for bucket, followed in reductions:
-            if max(program.gradient[fqn] for fqn in bucket.fqns) == i:
-                _add_reduction(program, bucket, followed)
+        for bucket, has_all_reduce in reductions:
+            if max(program.ready_slot[fqn] for fqn in bucket.fqns) == i:
+                _add_reduction(program, bucket, has_all_reduce)
     return program
 
 
@@ -83,25 +83,25 @@ def _partition(draw: st.DrawFn, fqns: list[str]) -> list[tuple[str, ...]]:
 
 
 def _gather_bucket(draw: st.DrawFn, program: Program, fqns: tuple[str, ...]) -> Bucket:
-    first = min(fqns, key=lambda fqn: program.use[fqn])
-    earlier = [fqn for fqn, use in program.use.items() if use <= program.use[first]]
+    first = min(fqns, key=lambda fqn: program.first_use_slot[fqn])
+    earlier = [fqn for fqn, use in program.first_use_slot.items() if use <= program.first_use_slot[first]]
     return Bucket(fqns, draw(st.sampled_from([None, *sorted(earlier)])), first)
 
 
 def _reduction_buckets(draw: st.DrawFn, program: Program) -> list[tuple[Bucket, bool]]:
     buckets = [
-        (fqns, draw(st.sampled_from([None, *fqns, *program.gradient])))
-        for fqns in _partition(draw, sorted(program.gradient))
+        (fqns, draw(st.sampled_from([None, *fqns, *program.ready_slot])))
+        for fqns in _partition(draw, sorted(program.ready_slot))
     ]
     if draw(st.booleans()):  # else fusion has changed the order of gradients
-        buckets.sort(key=lambda b: max(program.gradient[fqn] for fqn in (*b[0], b[1] or b[0][0])))
+        buckets.sort(key=lambda b: max(program.ready_slot[fqn] for fqn in (*b[0], b[1] or b[0][0])))
     found = []
     for place, (fqns, issue) in enumerate(buckets):
         later = [*range(place, len(buckets)), len(buckets)]
         points = sorted([draw(st.sampled_from(later)), draw(st.sampled_from(later))])
         then, wait = [buckets[i][0][0] if i < len(buckets) else None for i in points]
-        followed = draw(st.booleans())
-        found.append((Bucket(fqns, issue, wait, then if followed else None, place), followed))
+        has_all_reduce = draw(st.booleans())
+        found.append((Bucket(fqns, issue, wait, then if has_all_reduce else None, place), has_all_reduce))
     return found
 
 
@@ -117,9 +117,9 @@ def _add_gather(program: Program, bucket: Bucket) -> dict[str, int]:
     return {fqn: program.add(unpack, weights=(fqn,)) for fqn in bucket.fqns}
 
 
-def _add_reduction(program: Program, bucket: Bucket, followed: bool) -> None:
+def _add_reduction(program: Program, bucket: Bucket, has_all_reduce: bool) -> None:
     common = {"fqns": bucket.fqns, "bucket": bucket}
-    gradients = tuple((program.computes[program.gradient[fqn]], fqn) for fqn in bucket.fqns)
+    gradients = tuple((program.computes[program.ready_slot[fqn]], fqn) for fqn in bucket.fqns)
     sources = {node for node, _ in gradients}
     if len(bucket.fqns) > 1:
         pack = program.add(*sources, kind="pack", gradients=gradients, **common)
@@ -127,10 +127,10 @@ def _add_reduction(program: Program, bucket: Bucket, followed: bool) -> None:
         program.copies[pack] = last
     else:
         last = program.add(*sources, kind="reduction", gradients=gradients, **common)
-    last = program.add(last, kind="reduced", followed=followed, **common)
-    if followed:
-        last = program.add(last, kind="reduction", follows=True, **common)
-        last = program.add(last, kind="reduced", follows=True, **common)
+    last = program.add(last, kind="reduced", has_all_reduce=has_all_reduce, **common)
+    if has_all_reduce:
+        last = program.add(last, kind="reduction", is_all_reduce_after=True, **common)
+        last = program.add(last, kind="reduced", is_all_reduce_after=True, **common)
     program.copies[program.add(last)] = last
 
 
@@ -152,17 +152,19 @@ def test_needs_are_respected_and_the_plan_is_realised(program):
     for i, item in enumerate(items):
         bucket = item.bucket
         if item.kind == "gather":
-            assert before(i) == (program.use[bucket.issue] if bucket.issue else 0)
+            assert before(i) == (program.first_use_slot[bucket.issue] if bucket.issue else 0)
         elif item.kind == "gathered":
-            assert before(i) == min(program.use[fqn] for fqn in bucket.fqns)
-        elif item.kind == "reduction" and not item.follows:
-            before_it = [b for b in program.reductions if b.place <= bucket.place]
-            due = [program.gradient[fqn] + 1 for b in before_it for fqn in (*b.fqns, b.issue) if fqn]
+            assert before(i) == min(program.first_use_slot[fqn] for fqn in bucket.fqns)
+        elif item.kind == "reduction" and not item.is_all_reduce_after:
+            before_it = [b for b in program.reductions if b.position <= bucket.position]
+            due = [program.ready_slot[fqn] + 1 for b in before_it for fqn in (*b.fqns, b.issue) if fqn]
             assert before(i) == max(due)
             issued.update(dict.fromkeys(bucket.fqns, i))
     for i, item in enumerate(items):
-        point = item.bucket and (item.bucket.then if item.followed or item.kind == "reduction" else item.bucket.wait)
-        if item.kind == "reduced" or item.follows:
+        point = item.bucket and (
+            item.bucket.all_reduce_after if item.has_all_reduce or item.kind == "reduction" else item.bucket.wait
+        )
+        if item.kind == "reduced" or item.is_all_reduce_after:
             assert before(i) == (before(issued[point]) if point else n)
             if point and point not in item.fqns:
                 assert place[i] < place[issued[point]]
@@ -189,11 +191,11 @@ def test_ordering_once_more_changes_nothing(program):
 
 def test_a_reduction_whose_result_is_needed_before_its_wait_is_an_error():
     program = Program()
-    program.gradient = {"a": 0, "b": 0}
+    program.ready_slot = {"a": 0, "b": 0}
     program.computes = [program.add(reads_inputs=True)]
-    _add_reduction(program, Bucket(("a",), "a", None), followed=False)
+    _add_reduction(program, Bucket(("a",), "a", None), has_all_reduce=False)
     result = len(program.items) - 2
-    _add_reduction(program, Bucket(("b",), "b", None, place=1), followed=False)
+    _add_reduction(program, Bucket(("b",), "b", None, position=1), has_all_reduce=False)
     program.add(program.computes[0], result)
     program.add(program.computes[0])
     with pytest.raises(PlanError, match="bucket of a"):
@@ -212,10 +214,10 @@ def test_a_gather_is_issued_and_awaited_in_time_though_its_points_are_used_later
 def test_a_bucket_with_points_that_the_graph_does_not_have_is_issued_at_the_start_and_awaited_at_the_end():
     program = Program()
     weight = _add_gather(program, Bucket(("a",), "elsewhere", "elsewhere"))["a"]
-    program.gradient["a"] = 1
+    program.ready_slot["a"] = 1
     program.computes = [program.add(reads_inputs=True)]
     program.computes.append(program.add(program.computes[0], weight))
-    _add_reduction(program, Bucket(("a",), "elsewhere", "elsewhere"), followed=False)
+    _add_reduction(program, Bucket(("a",), "elsewhere", "elsewhere"), has_all_reduce=False)
     program.computes.append(program.add(program.computes[1]))
     kinds = [program.items[i].kind for i in order(program.items)]
     assert kinds == [
@@ -313,7 +315,7 @@ def test_what_is_not_in_order_is_said():
     check_order(program.items)
     cast, *others = program.items
     moved = [item._replace(needs=frozenset(n + (n > 0) for n in item.needs)) for item in others]
-    late = [cast, Item(frozenset(), reads_inputs=True), *moved]
+    late = [cast, OrderItem(frozenset(), reads_inputs=True), *moved]
     with pytest.raises(PlanError, match=r"at node 1 of 5 there is compute of other values, not gather of a$"):
         check_order(late)
 
@@ -325,7 +327,7 @@ def schedule(graph) -> str:
         if node.target is WAIT:
             lines.append(f"wait {item.fqns[0]}")
         elif item.kind in ("gather", "reduction"):
-            kind = "all-reduce" if item.follows else item.kind
+            kind = "all-reduce" if item.is_all_reduce_after else item.kind
             lines.append(f"{kind} {item.fqns[0]} + {len(item.fqns) - 1}")
         elif "mm" in str(node.target):
             lines.append("matmuls")
@@ -424,8 +426,8 @@ wait tok_embeddings.weight
         points = {"3": ("1", "0"), "2": ("1", "0"), "1": ("0", None), "0": (None, None)}
         own = [f"{i}.weight" for i in range(4)]
         plan = BucketPlan(
-            tuple(Bucket((fqn,), fqn, fqn, place=i) for i, fqn in enumerate(own)),
-            tuple(Bucket((fqn,), fqn, fqn, place=i) for i, fqn in enumerate(reversed(own))),
+            tuple(Bucket((fqn,), fqn, fqn, position=i) for i, fqn in enumerate(own)),
+            tuple(Bucket((fqn,), fqn, fqn, position=i) for i, fqn in enumerate(reversed(own))),
             tuple(
                 Bucket((f"{i}.weight",), None, wait and f"{wait}.weight", then and f"{then}.weight", place)
                 for place, (i, (then, wait)) in enumerate(points.items())
@@ -476,7 +478,7 @@ def test_the_code_that_inductor_generates_has_the_order_of_the_graph():
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="simplefsdp", options={"plan": "block"})
     # Also where the user has switched on all that moves kernels.
-    with torch._inductor.config.patch({"force_disable_caches": True, **dict.fromkeys(NOTHING_ELSE_MOVES, True)}):
+    with torch._inductor.config.patch({"force_disable_caches": True, **dict.fromkeys(NO_OTHER_REORDERING, True)}):
         _, codes = run_and_get_code(lambda: compiled(*batch(0, 0)).backward())
     assert len(codes) == 2
     calls = re.compile(r"(all_gather_into_tensor|reduce_scatter_tensor|wait_tensor|mm)(?:\.default)?\(")
@@ -488,8 +490,8 @@ def test_the_code_that_inductor_generates_has_the_order_of_the_graph():
         agreement = body.split("all_gather_into_tensor.default(", 1)[0]
         text = re.search(r"simplefsdp\.agree\.default\(\w+, ('.*')\)", agreement)
         found = Record.from_json(ast.literal_eval(text[1]))
-        marked = [node for node in graph.nodes if MARK in node.meta]
-        assert [one.fqns for one in found.issued] == [node.meta[MARK] for node in marked]
+        marked = [node for node in graph.nodes if FQNS in node.meta]
+        assert [one.fqns for one in found.issued] == [node.meta[FQNS] for node in marked]
         assert len(found.order) == 2 * len(marked)
 
 

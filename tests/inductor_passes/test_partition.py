@@ -9,8 +9,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from inductor_passes._compat import parameter_inputs
 from inductor_passes.collectives import source_chain
+from inductor_passes.torch_compat.aot_autograd import parameter_inputs
 from simplefsdp import simple_fsdp
 from tests.graphs import ALL_GATHER, PARTITIONERS, REDUCE_SCATTER, capture, nodes
 from tests.models import batch, tiny_llama

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from simplefsdp import simple_fsdp
-from simplefsdp.llama import Block, Llama
+from simplefsdp.models.llama import Block, Llama
 from tests import zoo
 from tests.compare import lowered, vectors
 from tests.models import tiny_llama

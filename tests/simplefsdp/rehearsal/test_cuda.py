@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from simplefsdp import rehearsal, simple_fsdp
-from simplefsdp.hardware import flat
+from simplefsdp.hardware.profile import flat
 from tests.models import fsdp2, tiny_llama
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from simplefsdp import rehearsal, simple_fsdp
-from simplefsdp.hardware import flat
+from simplefsdp.hardware.profile import flat
 from tests.compare import LOWERINGS
 from tests.models import batch, fsdp2, tiny_llama, train
 from tests.simplefsdp.rehearsal.clones import run_as_clones

@@ -1,0 +1,219 @@
+"""``order`` for the kernels of TorchInductor's scheduler, after fusion."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Node
+
+from inductor_passes.collectives import FQNS, WAIT
+from inductor_passes.ops.pack import PACK_GRADIENTS, UNPACK_WEIGHTS
+from inductor_passes.order import OrderItem, check_order, order, order_item
+from inductor_passes.runtime.agreement import AGREE
+from inductor_passes.runtime.graph_dump import DUMP_NAMES, Report
+from inductor_passes.runtime.record import Record, awaited_collective, collective_name, is_collective, recorded_sequence
+from inductor_passes.torch_compat.inductor import inductor_ir, is_ordering_only, register_lowering
+
+
+def order_kernels(kernels: list[Any], report: Report | None = None) -> list[Any]:
+    """``kernels`` (``BaseSchedulerNode``) in the order of the plan whose buckets their collectives carry; both orders
+    are written to ``report``.
+
+    Raises:
+        PlanError: see ``order``.
+    """
+    before = kernel_items(kernels)
+    ordered = [kernels[i] for i in order(before)]
+    after = kernel_items(ordered)
+    check_order(after)
+    for record in _records(kernels):
+        old = record.content
+        changed = replace(old, **recorded_sequence(old, _steps(ordered)))
+        if report is not None:
+            *_, written, reordered, _ = DUMP_NAMES[changed.direction]
+            report.write_text(f"{written}.txt", render_kernels(kernels, before))
+            report.write_text(f"{reordered}.txt", render_kernels(ordered, after))
+            changed = replace(changed, report=report.packed())
+        record.content = changed
+        _watch(record, ordered)
+    return ordered
+
+
+class _KeptRecord:
+    """The record of a graph, where the kernel that compares it has it."""
+
+    def __init__(self, kernel: Any):
+        self._kernel = kernel
+
+    @property
+    def content(self) -> Record:
+        return Record.from_json(*self._kernel.constant_args)
+
+    @content.setter
+    def content(self, record: Record) -> None:
+        self._kernel.constant_args = (record.to_json(),)
+
+
+def _records(kernels: Sequence[Any]) -> list[_KeptRecord]:
+    """One, or none in a graph without collectives of parameters, such as the body of a higher-order operator."""
+    return [_KeptRecord(kernel.node) for kernel in kernels if _is_agreement(kernel.node)]
+
+
+def _steps(kernels: Sequence[Any]) -> list[Node]:
+    """The collectives and waits that these are."""
+    return [node for kernel in kernels if (node := _step(kernel.node)) is not None]
+
+
+def _step(kernel: Any) -> Node | None:
+    ir = inductor_ir()
+    if isinstance(kernel, ir._WaitKernel):
+        return _origin(kernel, WAIT)
+    if isinstance(kernel, ir._CollectiveKernel):
+        return max((node for node in kernel.origins if is_collective(node)), default=None)
+    return None
+
+
+def _watch(record: _KeptRecord, ordered: Sequence[Any]) -> None:
+    """Let ``record`` say so, if another pass has moved a collective or a wait before code is generated."""
+    scheduler = ordered[0].scheduler
+    generate = scheduler.codegen
+
+    def codegen() -> Any:
+        if names := moved_steps(ordered, scheduler.nodes):
+            warning = f"another pass has moved, after the plan was carried out: {'; '.join(names)}"
+            record.content = replace(record.content, warnings=(*record.content.warnings, warning))
+        return generate()
+
+    scheduler.codegen = codegen
+
+
+def moved_steps(before: Sequence[Any], after: Sequence[Any]) -> list[str]:
+    """The collectives and waits that are not where they were among the kernels of compute."""
+    steps = {kernel.get_name(): node for kernel in before if (node := _step(kernel.node))}
+    places = [_places(kernels, steps) for kernels in (before, after)]
+    return [_name(node) for name, node in steps.items() if places[0][name] != places[1].get(name)]
+
+
+def _places(kernels: Sequence[Any], steps: Mapping[str, Node]) -> dict[str, int]:
+    """How many kernels of compute are before each of ``steps``."""
+    computed, found = 0, {}
+    for kernel in kernels:
+        if kernel.get_name() in steps:
+            found[kernel.get_name()] = computed
+        else:
+            computed += 1
+    return found
+
+
+def _name(step: Node) -> str:
+    issued = awaited_collective(step) if step.target is WAIT else step
+    first, *more = issued.meta.get(FQNS, (issued.name,))
+    what = f"{first} and {len(more)} more" if more else first
+    return f"{'' if issued is step else 'the wait for '}{collective_name(issued)} of {what}"
+
+
+def kernel_items(kernels: list[Any]) -> list[OrderItem]:
+    """What ``order`` asks of each kernel."""
+    ir = inductor_ir()
+    producer = {name: i for i, kernel in enumerate(kernels) for name in kernel.get_buffer_names()}
+    communicates = [isinstance(kernel.node, ir._CollectiveKernel) for kernel in kernels]
+    first = next((i for i, kernel in enumerate(kernels) if _is_agreement(kernel.node)), None)
+    items = []
+    for i, kernel in enumerate(kernels):
+        needs = set()
+        for dep in kernel.unmet_dependencies:
+            need = producer.get(dep.name, i)
+            # Between two collectives or waits this is the order that they happen to be in, unless one writes what the
+            # other reads; anywhere else it may stand for a write after a read.
+            free = is_ordering_only(dep) and communicates[i] and communicates[need]
+            if need != i and not (free and not _overwrites(kernel, kernels[need])):
+                needs.add(need)
+        if communicates[i] and first is not None and first != i:
+            needs.add(first)
+        reads_inputs = any(dep.name not in producer for dep in kernel.read_writes.reads)
+        items.append(_item(kernel, OrderItem(frozenset(needs), reads_inputs), producer))
+    return items
+
+
+def _overwrites(kernel: Any, other: Any) -> bool:
+    """Whether ``kernel`` works in place on a buffer that ``other`` reads."""
+    original = kernel.scheduler.mutation_real_name
+    written = {original.get(name, name) for buffer in kernel.get_outputs() for name in buffer.get_mutations()}
+    return any(original.get(dep.name, dep.name) in written for dep in other.read_writes.reads)
+
+
+def _is_agreement(kernel: Any) -> bool:
+    return isinstance(kernel, inductor_ir()._CollectiveKernel) and kernel.op_overload is AGREE
+
+
+def _item(kernel: Any, plain: OrderItem, producer: dict[str, int]) -> OrderItem:
+    node = _fx_node(kernel.node)
+    if node is None:
+        return plain
+    # What works in place, as collectives of the user's do, gives a buffer another name.
+    original = kernel.scheduler.mutation_real_name
+    last: dict[str, int] = {}
+    for dep in kernel.unmet_dependencies:
+        name = original.get(dep.name, dep.name)
+        last[name] = max(producer.get(dep.name, -1), last.get(name, -1))
+    packed = isinstance(kernel.node, inductor_ir().MultiOutput)
+    sources = [] if packed else [last.get(value.get_name(), -1) for value in kernel.node.inputs]
+    return order_item(node, plain, sources)
+
+
+def _fx_node(kernel: Any) -> Node | None:
+    """The FX node that says what ``kernel`` has to do with communication."""
+    ir = inductor_ir()
+    if isinstance(kernel, ir.MultiOutput):
+        unpack = _origin(kernel.inputs[0], UNPACK_WEIGHTS)
+        if unpack:
+            return next((n for n in unpack.users if n.args[1] == kernel.indices[-1][1]), None)
+        return _origin(kernel.inputs[0], PACK_GRADIENTS)
+    if isinstance(kernel, ir._WaitKernel):
+        return _origin(kernel, WAIT)
+    if isinstance(kernel, ir.FallbackKernel):
+        # Inductor makes all-reduces work in place, but keeps what is known of them.
+        marked = (node for node in kernel.origins if FQNS in node.meta)
+        return next(marked, None) or _origin(kernel, PACK_GRADIENTS)
+    return None
+
+
+def _origin(kernel: Any, target: Any) -> Node | None:
+    """The FX node of a kind that became ``kernel``; others may have been fused into its inputs."""
+    found = [node for node in kernel.origins if node.target is target]
+    return max(found) if found else None
+
+
+def render_kernels(kernels: Sequence[Any], items: Sequence[OrderItem]) -> str:
+    """One line a kernel: ``name: buffers = operators(what it reads)``, what belongs to communication with its FQNs."""
+    return "".join(_line(kernel, item) + "\n" for kernel, item in zip(kernels, items, strict=True))
+
+
+def _line(kernel: Any, item: OrderItem) -> str:
+    step = _step(kernel.node)  # others may have been fused into what it reads
+    parts = (part.node.origins for part in kernel.get_nodes() if part.node is not None)
+    origins = [step] if step else sorted({node for nodes in parts for node in nodes})
+    operators = [str(node.target).removesuffix(".default") for node in origins if node.op == "call_function"]
+    buffers = ", ".join(sorted(kernel.get_buffer_names(), key=_number))
+    reads = ", ".join(sorted({dep.name for dep in kernel.read_writes.reads}, key=_number))
+    line = f"{kernel.get_name()}: {buffers} = {', '.join(operators)}({reads})"
+    return f"{line}  # {item.kind}: {', '.join(item.fqns)}" if item.fqns else line
+
+
+def _number(name: str) -> tuple[str, int]:
+    """For buffers in the order in which they are numbered."""
+    digits = name[len(name.rstrip("0123456789")) :]
+    return name.rstrip("0123456789"), int(digits or 0)
+
+
+def lower_agree() -> None:
+    """Tell Inductor that ``agree`` must run, before the collectives that follow it."""
+    ir = inductor_ir()
+
+    def lowering(any: Any, record: str) -> Any:
+        return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(AGREE, any, record))
+
+    register_lowering(AGREE, lowering)
+
+
+lower_agree()

@@ -1,0 +1,317 @@
+"""Before a compiled graph's first run, its ranks compare what they have compiled.
+
+A collective that one rank issues and another does not hangs both. So every graph with collectives of ours begins with
+an operator that holds its *record* (``record.py``): what was compiled, as text, and the sequence of collectives for
+each process group. The record is part of the graph, and so of the compile cache's entry: a rank that starts warm has it
+too. The first time it runs, the ranks of each group meet at the store and compare; a difference is an error on all of
+them.
+
+[Note: meeting at the store]
+The ranks of a group meet in a part of the store, its *room*, whose name no earlier world has used: the store may be
+older than this world (a job that was started again, a process group that was destroyed and made anew). To agree on a
+name, each rank says who it is with a number drawn at random, ``here/<rank>``, and ``room/<rank>``, the digest of all
+such numbers that it has read. When all ranks have read the same, and so also each other's latest, that is the name.
+
+In the room, of a record with this digest:
+``<digest>``: the record.
+``<digest>/came/<rank>``: that rank has come to a graph with it, maybe long ago: one that compiles again (for the last,
+smaller batch) need not wait for others that do not, if its collectives are the same. If they are not, it waits in vain.
+``<digest>/met/<rank>``: that rank has found all ranks of all its groups to agree. A rank goes on when the others of its
+groups have; those of a mesh's other rows would else not hear of a difference in this one.
+``<digest>/came``, ``<digest>/met``: how many. All that a rank asks for while nothing is amiss: of N ranks each would
+else ask the store, which is one process, for N keys.
+``now/<rank>``: the digest that a rank is waiting for. Two that wait for each other with different digests will wait
+forever: that is a mismatch, found at once.
+``failed/<rank>``: why a rank gave up, when, and with what digest; what was seen once is an old story.
+"""
+
+import hashlib
+import json
+import logging
+import secrets
+import time
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import Graph
+
+from inductor_passes.ops.pack import LIBRARY
+from inductor_passes.runtime.graph_dump import Report, restore_report
+from inductor_passes.runtime.record import Record
+from inductor_passes.torch_compat.distributed import default_store, group_ranks, is_single_process_group
+from inductor_passes.torch_compat.fx import has_side_effect
+
+log = logging.getLogger("simplefsdp")
+
+DEADLINE_S = 1800.0
+"""Seconds to wait for a rank that has not come, gloo's own default for collectives: it may still be compiling."""
+_PATIENCE_S = 60.0
+"""Seconds between warnings that a rank is waited for."""
+_SHUTDOWN_GRACE_S = 10.0
+"""Seconds in which the others shall see that this rank gives up."""
+
+Ranks = tuple[int, ...]
+"""Of a process group, in its order."""
+
+
+@dataclass
+class _World:
+    """What this process knows of one ``init_process_group``."""
+
+    me: str = field(default_factory=lambda: secrets.token_hex(8))
+    agreed: dict[str, Record] = field(default_factory=dict)
+    """The records that were compared, by their text."""
+    rooms: dict[Ranks, Any] = field(default_factory=dict)
+    """By group: its part of the store."""
+    known_failures: set[str] = field(default_factory=set)
+
+
+_worlds: weakref.WeakKeyDictionary[Any, _World] = weakref.WeakKeyDictionary()
+"""By store, for as long as torch keeps that."""
+
+
+def _world() -> _World:
+    return _worlds.setdefault(default_store(), _World())
+
+
+graph_observers: list[Callable[[Record], None]] = []
+"""Called whenever a graph with a record begins to run."""
+
+
+def agree(_any: Tensor, text: str) -> Tensor:
+    """Compare a record with the other ranks' if it is new; an empty tensor.
+
+    Raises:
+        RuntimeError: a rank of one of the record's groups has another one, or does not come before the deadline.
+    """
+    agreed = _world().agreed
+    if (record := agreed.get(text)) is None:
+        record = Record.from_json(text)
+        compare(record.compared())
+        agreed[text] = record
+        for warning in record.warnings:
+            log.warning(warning)
+        if record.summary:
+            log.info(record.summary)
+    if record.report is not None:
+        restore_report(**record.report, direction=record.direction)
+    for watch in graph_observers:
+        watch(record)
+    return _any.new_empty(0)
+
+
+LIBRARY.define("agree(Tensor any, str record) -> Tensor", tags=(torch.Tag.flexible_layout,))
+LIBRARY.impl("agree", agree, "CompositeExplicitAutograd")
+LIBRARY.impl("agree", lambda any, _record: any.new_empty(0), "Meta")
+AGREE = torch.ops.simplefsdp.agree.default
+has_side_effect(AGREE)
+
+
+def add_record(graph: Graph, record: Record, report: Report | None = None) -> bool:
+    """Let ``graph`` begin with the comparison of what ``record`` says of it, which keeps ``report``; whether it has
+    collectives of parameters, without which there is nothing to compare."""
+    if not any(one.fqns for one in record.issued):
+        return False
+    kept = replace(record, report=report.packed()) if report is not None else record
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    given = next(n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta["val"], Tensor))
+    with graph.inserting_before(first):
+        node = graph.call_function(AGREE, (given, kept.to_json()))
+    node.meta["val"] = given.meta["val"].new_empty(0)
+    graph.lint()
+    return True
+
+
+def compare(lines: Mapping[str, Sequence[str]], deadline_s: float | None = None) -> None:
+    """Meet the ranks of each process group (by name) at the store; see [Note: meeting at the store]."""
+    groups: dict[Ranks, list[str]] = {}
+    for name, content in lines.items():
+        ranks = tuple(group_ranks(name))
+        if len(ranks) > 1 and not is_single_process_group(name):
+            groups.setdefault(ranks, []).extend(content)  # several groups may have the same ranks
+    if groups:
+        records = {ranks: "\n".join(content) for ranks, content in groups.items()}
+        seconds = DEADLINE_S if deadline_s is None else deadline_s
+        _Meeting(records, dist.get_rank(), _world(), default_store(), seconds).hold()
+
+
+def forget_failures() -> None:
+    """Where a process goes on after such an error (a test, a notebook): on all ranks, when all have had theirs."""
+    world = _world()
+    for ranks, room in world.rooms.items():
+        world.known_failures.update(_get(room, f"failed/{rank}") for rank in ranks)
+
+
+def _part(store: Any, name: str) -> Any:
+    return dist.PrefixStore(name, store)
+
+
+def _get(store: Any, key: str) -> str:
+    """The value of ``key``, empty if it has none."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _first_missing(store: Any, keys: Sequence[str]) -> int:
+    """The position of the first key without a value; how many there are, if all have one."""
+    if store.check(keys):
+        return len(keys)
+    return bisect_left(range(len(keys)), True, key=lambda i: not store.check(keys[: i + 1]))
+
+
+def _keys(what: str, ranks: Ranks) -> list[str]:
+    return [f"{what}/{rank}" for rank in ranks]
+
+
+class _Meeting:
+    """One rank's part in it."""
+
+    def __init__(self, records: Mapping[Ranks, str], me: int, world: _World, store: Any, deadline_s: float):
+        self.records = records
+        self.digests = {ranks: _digest(text) for ranks, text in records.items()}
+        self.me = me
+        self.world = world
+        self.lobbies = {ranks: _part(store, f"simplefsdp/{_digest(str(ranks))}") for ranks in records}
+        self.announced: set[tuple[Ranks, str]] = set()
+        self.deadline = time.monotonic() + deadline_s
+
+    def hold(self) -> None:
+        try:
+            for lobby in self.lobbies.values():
+                lobby.set(f"here/{self.me}", self.world.me)
+            self._until_all_have("came")
+            self._until_all_have("met")
+        except _Disagreement as error:
+            with suppress(dist.DistError):  # the store may be another process's, which has gone
+                self._give_up(str(error))
+            raise RuntimeError(str(error)) from None
+        finally:
+            with suppress(dist.DistError):
+                for ranks, _ in self.announced:
+                    self.world.rooms[ranks].set(f"now/{self.me}", "")
+
+    def _until_all_have(self, what: str) -> None:
+        pause, patience = 0.001, time.monotonic() + _PATIENCE_S
+        longest = max(0.1, max(map(len, self.records)) / 1000)
+        while lagging := [ranks for ranks in self.records if not self._all_have(ranks, what)]:
+            late = time.monotonic() > self.deadline
+            # Who is missing is asked seldom: it takes more of the store than whether somebody is.
+            awaited = [self._missing(ranks, what) for ranks in lagging] if late or pause == longest else []
+            if late:
+                raise _Disagreement(f"rank {awaited[0]} has not come to a graph that rank {self.me} waits to run")
+            if awaited and time.monotonic() > patience:
+                log.warning(
+                    "rank %d waits for rank %d to come to a graph that has just been compiled; if that rank trains on, "
+                    "it was compiled here alone, for inputs that other ranks do not have",
+                    self.me,
+                    awaited[0],
+                )
+                patience += _PATIENCE_S
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def _enter(self, ranks: Ranks) -> bool:
+        """Whether all ranks have agreed on the group's room."""
+        if ranks in self.world.rooms:
+            return True
+        lobby = self.lobbies[ranks]
+        here, rooms = _keys("here", ranks), _keys("room", ranks)
+        if not lobby.check(here):
+            return False
+        name = _digest(" ".join(value.decode() for value in lobby.multi_get(here)))
+        lobby.set(f"room/{self.me}", name)
+        if not lobby.check(rooms) or set(lobby.multi_get(rooms)) != {name.encode()}:
+            return False
+        self.world.rooms[ranks] = _part(lobby, name)
+        return True
+
+    def _all_have(self, ranks: Ranks, what: str) -> bool:
+        """Whether all ranks of the group have announced it; this one does."""
+        if not self._enter(ranks):
+            return False
+        room, digest = self.world.rooms[ranks], self.digests[ranks]
+        if self._announces_first(ranks, what) and not room.check([f"{digest}/{what}/{self.me}"]):
+            room.set(f"{digest}/{what}/{self.me}", "yes")
+            room.add(f"{digest}/{what}", 1)
+        return bool(room.add(f"{digest}/{what}", 0) == len(ranks))
+
+    def _announces_first(self, ranks: Ranks, what: str) -> bool:
+        """Whether it has not been announced in this meeting; the others then know what this rank waits with."""
+        if (ranks, what) in self.announced:
+            return False
+        self.announced.add((ranks, what))
+        room, digest = self.world.rooms[ranks], self.digests[ranks]
+        if not room.check([digest]):  # the text is long, and the same from all that agree
+            room.set(digest, self.records[ranks])
+        room.set(f"now/{self.me}", digest)
+        return True
+
+    def _missing(self, ranks: Ranks, what: str) -> int:
+        """A rank that has not announced it."""
+        if ranks not in self.world.rooms:
+            i = _first_missing(self.lobbies[ranks], _keys("here", ranks))
+        elif (i := _first_missing(self.world.rooms[ranks], _keys(f"{self.digests[ranks]}/{what}", ranks))) < len(ranks):
+            self._look_for_trouble(ranks, ranks[i])
+        return ranks[min(i, len(ranks) - 1)]  # the last, if all have come meanwhile
+
+    def _look_for_trouble(self, ranks: Ranks, rank: int) -> None:
+        room, mine = self.world.rooms[ranks], self.digests[ranks]
+        theirs = _get(room, f"now/{rank}") or mine
+        failed = _get(room, f"failed/{rank}")
+        if failed and failed not in self.world.known_failures:
+            failure = json.loads(failed)
+            theirs = failure["digest"]
+            if theirs == mine:
+                raise _Disagreement(f"rank {rank} gave up: {failure['why']}")
+        if theirs != mine and not room.check([f"{theirs}/came/{self.me}"]):
+            raise _Disagreement(_difference(self.records[ranks], _get(room, theirs), self.me, rank))
+
+    def _give_up(self, why: str) -> None:
+        """Say so in all rooms, and stay for a while: others may not have come yet, and the store may be in here."""
+        leave = time.monotonic() + _SHUTDOWN_GRACE_S
+        unheard = [*self.records]
+        while unheard:
+            unheard = [ranks for ranks in unheard if not self._all_have_failed(ranks, why)]
+            if time.monotonic() > leave:
+                return
+            time.sleep(0.01)
+
+    def _all_have_failed(self, ranks: Ranks, why: str) -> bool:
+        """Whether all others of the group have given up too; this one does."""
+        if not self._enter(ranks):
+            return False
+        room, known = self.world.rooms[ranks], self.world.known_failures
+        if self._announces_first(ranks, "failed"):
+            failure = {"why": why, "digest": self.digests[ranks], "when": time.time_ns()}
+            room.set(f"failed/{self.me}", json.dumps(failure))
+        keys = [key for key in _keys("failed", ranks) if key != f"failed/{self.me}"]
+        failures = [value.decode() for value in room.multi_get(keys)] if room.check(keys) else []
+        if not failures or not known.isdisjoint(failures):
+            return False
+        known.update(failures)
+        return True
+
+
+class _Disagreement(Exception):
+    pass
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _difference(mine: str, theirs: str, me: int, rank: int) -> str:
+    here, there = mine.split("\n"), theirs.split("\n")
+    end: Any = "nothing more"
+    i = next(i for i, pair in enumerate(zip([*here, end], [*there, end], strict=False)) if pair[0] != pair[1])
+    found, other = (repr(lines[i]) if i < len(lines) else end for lines in (here, there))
+    return (
+        f"ranks {me} and {rank} have compiled different programs, and would hang. The first difference: on rank {me} "
+        f"{found}, on rank {rank} {other}"
+    )

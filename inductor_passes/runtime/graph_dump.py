@@ -1,0 +1,119 @@
+"""Graphs as text, one line a node, so that a ``diff`` of two files shows what a pass did.
+
+What was written while a graph was compiled is part of the graph's record (``record.py``), and so of the compile cache's
+entry: where that is found no pass runs, and the first run of the graph writes the same files. The code that
+TorchInductor generated is written by the first run in any case.
+"""
+
+import base64
+import json
+import zlib
+from pathlib import Path
+
+import torch
+from torch.fx import Graph, Node
+
+from inductor_passes.collectives import FQNS
+from inductor_passes.torch_compat.inductor import running_code
+
+DUMP_NAMES = {
+    "joint": ("01_joint_before_identify", "02_joint_after_identify"),
+    "inference": ("01_forward_before_identify", "02_forward_after_identify"),
+    "forward": (
+        "03_forward_before_bucket",
+        "04_forward_after_bucket",
+        "05_forward_before_order",
+        "06_forward_after_order",
+        "07_forward_code",
+    ),
+    "backward": (
+        "08_backward_before_bucket",
+        "09_backward_after_bucket",
+        "10_backward_before_order",
+        "11_backward_after_order",
+        "12_backward_code",
+    ),
+}
+"""Names of the files of each graph, in the order of the pipeline."""
+
+
+class Report:
+    """What a compilation's graphs were, before and after each pass, in pipeline order."""
+
+    def __init__(self, key: str, folder: Path | None):
+        """``key``: of the compilation, the same in each process. ``folder``: where to write, if this rank does."""
+        self.key = key
+        self.folder = folder
+        self._texts: dict[str, str] = {}
+        self._restored: set[str] = set()
+        _reports[key] = self
+
+    def write(self, step: str, graph: Graph) -> None:
+        """Write ``graph`` to ``<folder>/<step>.txt``."""
+        self.write_text(f"{step}.txt", render_graph(graph))
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write ``text`` to ``<folder>/<name>``."""
+        self._texts[name] = text
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).write_text(text)
+
+    def text(self, name: str) -> str | None:
+        """What was written as ``name``."""
+        return self._texts.get(name)
+
+    def packed(self) -> dict[str, str]:
+        """All of it until now, for ``restore``."""
+        files = zlib.compress(json.dumps(self._texts).encode())
+        return {"key": self.key, "files": base64.b64encode(files).decode()}
+
+    def restore(self, files: str, direction: str) -> None:
+        """Write what ``packed`` once gave for this compilation and no pass of this process has written, and the code
+        that runs."""
+        if files in self._restored:
+            return
+        self._restored.add(files)
+        for name, text in json.loads(zlib.decompress(base64.b64decode(files))).items():
+            if name not in self._texts:
+                self.write_text(name, text)
+        if code := running_code():
+            self.write_text(f"{DUMP_NAMES[direction][-1]}.py", code)
+
+
+_reports: dict[str, Report] = {}
+"""The latest of each compilation in this process."""
+
+
+def restore_report(key: str, files: str, direction: str) -> None:
+    """Write a ``packed`` report, if this process wants one of that compilation, whose graph of this direction runs."""
+    if (report := active_report(key)) is not None:
+        report.restore(files, direction)
+
+
+def active_report(key: str) -> Report | None:
+    """The one that this process wants of that compilation."""
+    return _reports.get(key)
+
+
+def render_graph(graph: Graph) -> str:
+    """One line a node: ``name: dtype[shape] = target(arguments)``, collectives with the FQNs they carry."""
+    return "".join(_line(node) + "\n" for node in graph.nodes)
+
+
+def _line(node: Node) -> str:
+    if node.op == "output":
+        return f"return {node.args[0]}"
+    value = "input"
+    if node.op == "call_function":
+        arguments = [*map(str, node.args), *(f"{name}={arg}" for name, arg in node.kwargs.items())]
+        value = f"{node._pretty_print_target(node.target)}({', '.join(arguments)})"
+    line = f"{node.name}{_type(node.meta.get('val'))} = {value}"
+    fqns = node.meta.get(FQNS)
+    return f"{line}  # {', '.join(fqns)}" if fqns else line
+
+
+def _type(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return ""
+    return f": {str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"

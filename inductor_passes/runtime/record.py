@@ -1,0 +1,143 @@
+"""What a compiled graph knows of itself, as text that is part of it and so of its entry in the compile cache.
+
+From this the ranks see whether they have compiled the same (``agreement.py``), a warm process what was planned and
+reported, and whoever measures a step which collective it was that took so long.
+"""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from inductor_passes.collectives import FQNS, WAIT
+from inductor_passes.order import PlanError
+from inductor_passes.torch_compat.fx import size_hint
+
+
+class RecordedCollective(NamedTuple):
+    """A collective of a graph."""
+
+    name: str
+    """Of the functional operator, without what says that it works in place: ``"all_gather_into_tensor"``."""
+    group: str
+    about: str
+    """Dtype, elements of the input, options."""
+    nbytes: int
+    """Of the whole tensors: what a gather puts out, what others take in."""
+    fqns: tuple[str, ...]
+    """Of its parameters; none for a collective of the user's own."""
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.about}: {', '.join(self.fqns)}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Of one graph."""
+
+    direction: str
+    """``"forward"`` or ``"backward"``."""
+    about: tuple[str, ...]
+    """What was compiled: the same on every rank."""
+    groups: tuple[str, ...]
+    """Names of process groups that compare in any case."""
+    issued: tuple[RecordedCollective, ...]
+    """All collectives, in the order of their issue."""
+    order: tuple[int, ...]
+    """``i`` where collective ``i`` is issued, ``-1 - i`` where it is awaited."""
+    summary: str = ""
+    """What was planned."""
+    warnings: tuple[str, ...] = ()
+    """What makes it worse than planned."""
+    report: Mapping[str, str] | None = None
+    """``Report.packed()``."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Record":
+        fields: dict[str, Any] = json.loads(text)
+        lists = {name: tuple(fields[name]) for name in ("about", "groups", "order", "warnings")}
+        issued = tuple(RecordedCollective._make(one)._replace(fqns=tuple(one[-1])) for one in fields["issued"])
+        return cls(**{**fields, **lists, "issued": issued})
+
+    def compared(self) -> dict[str, list[str]]:
+        """By process group: what its ranks must have in common, the collectives of parameters included."""
+        lines = {group: list(self.about) for group in self.groups}
+        for one in self.issued:
+            if one.fqns:
+                lines.setdefault(one.group, list(self.about)).append(str(one))
+        return lines
+
+
+def record_graph(direction: str, about: Sequence[str], groups: Iterable[str], steps: Iterable[Node]) -> Record:
+    """Of a graph whose collectives and waits are ``steps``, in this order."""
+    issued, order = _sequence(steps)
+    return Record(direction, (f"torch {torch.__version__}", *about), tuple(groups), issued, order)
+
+
+def recorded_sequence(old: Record, steps: Iterable[Node]) -> dict[str, Any]:
+    """``issued`` and ``order`` of the same graph, once its collectives and waits are in this order.
+
+    Raises:
+        PlanError: they are not the same collectives.
+    """
+    issued, order = _sequence(steps)
+    before, after = (Counter(str(one) for one in ones if one.fqns) for ones in (old.issued, issued))
+    if before != after:
+        raise PlanError(f"the plan is not carried out: lost {[*(before - after)]}, unasked for {[*(after - before)]}")
+    return {"issued": issued, "order": order}
+
+
+def _sequence(steps: Iterable[Node]) -> tuple[tuple[RecordedCollective, ...], tuple[int, ...]]:
+    number: dict[Node, int] = defaultdict(lambda: len(number))
+    issued, order = [], []
+    for node in steps:
+        if node.target is not WAIT:
+            order.append(number[node])
+            issued.append(_issued(node))
+        elif (source := awaited_collective(node)) in number:
+            order.append(-1 - number[source])
+    return tuple(issued), tuple(order)
+
+
+def is_collective(node: Node) -> bool:
+    """Whether ``node`` issues a functional collective, anybody's."""
+    target = node.target
+    return isinstance(target, OpOverload) and target.namespace == "_c10d_functional" and target is not WAIT
+
+
+def collective_name(node: Node) -> str:
+    """Which collective it is, also where it works in place by now."""
+    return str(node.target).split(".")[-2].removesuffix("_")
+
+
+def is_step(node: Node) -> bool:
+    """Whether ``node`` issues or awaits a functional collective."""
+    return node.target is WAIT or is_collective(node)
+
+
+def awaited_collective(wait: Node) -> Node:
+    """The collective whose result ``wait`` is for."""
+    node = wait.all_input_nodes[0]
+    while not is_collective(node) and node.all_input_nodes:  # one of several results
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _issued(node: Node) -> RecordedCollective:
+    name = collective_name(node)
+    inputs = [source.meta["val"] for source in node.all_input_nodes if isinstance(source.meta["val"], Tensor)]
+    whole = tree_leaves(node.meta["val"]) if name.startswith("all_gather") else inputs
+    dtype = str(inputs[0].dtype).removeprefix("torch.")
+    about = f"{dtype}[{inputs[0].numel()}] {' '.join(map(str, node.args[1:-1]))}"
+    nbytes = sum(size_hint(value.numel()) * value.itemsize for value in whole)
+    return RecordedCollective(name, str(node.args[-1]), about, nbytes, tuple(node.meta.get(FQNS, ())))

@@ -1,0 +1,133 @@
+"""Which neighbours share a bucket: ways to cut the gathers and reductions of a graph.
+
+``cut_gathers`` goes once over the gathers in the order of their use and keeps, for each prefix, the pairs (when the
+channel is free, how late compute is) that no other pair beats in both; the best pair of the whole says where to cut.
+For gathers alone, issued as soon as the channel is free, that is exact, but for the limits that keep it fast.
+``cut_reductions`` is the same with time reversed: the gradient that a reduction waits for is then what a gather holds
+up.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inductor_passes.scheduling.replay import CollectiveKind, CostGraph, Gather, Reduction
+
+Boundaries = tuple[tuple[int, ...], ...]
+"""The members of each bucket, by position; all of them, in order."""
+
+Numbers = NDArray[np.float64]
+Places = NDArray[np.int64]
+
+_WINDOW, _FRONT = 32, 4
+"""Most members of a bucket, and most pairs that are kept of a prefix."""
+
+
+def one_bucket_each(members: Sequence[Gather | Reduction]) -> Boundaries:
+    """A bucket for each."""
+    return tuple((i,) for i in range(len(members)))
+
+
+def even_buckets(members: Sequence[Gather | Reduction], parts: int) -> Boundaries:
+    """So many buckets, of about the same size."""
+    whole = sum(member.nbytes for member in members)
+    before = accumulate((member.nbytes for member in members), initial=0)
+    place = [parts * nbytes // (whole + 1) for nbytes, _ in zip(before, members, strict=False)]
+    return tuple(tuple(group) for _, group in groupby(range(len(members)), key=place.__getitem__))
+
+
+class _Use(NamedTuple):
+    kind: CollectiveKind
+    nbytes: int
+    at: float
+    """Seconds of compute before it."""
+
+
+Way = tuple[float, float]
+"""How much slower than they are transfers are taken for, and the most bytes of a bucket."""
+
+
+def _cut(chain: Sequence[_Use], ways: Sequence[Way]) -> list[Boundaries]:
+    """Buckets for gathers in the order of their use, in each of several ways.
+
+    A pair of a prefix is when the channel is done with its buckets, and how much later than without communication
+    compute then is.
+    """
+    slower, largest = np.array(ways).T
+    at = np.array([use.at for use in chain])
+    free = np.full((len(chain) + 1, len(ways), _FRONT), np.inf)
+    late = np.full_like(free, np.inf)
+    free[0, :, 0] = late[0, :, 0] = 0.0
+    came = np.zeros((*free.shape, 2), dtype=int)
+    """Of each pair, the prefix without the last bucket, and which pair of that."""
+    for end in range(1, len(chain) + 1):
+        begin = max(0, end - _WINDOW)
+        channel, overhead, nbytes = map(np.array, zip(*_last_buckets(chain[begin:end]), strict=True))
+        fits = (nbytes[:, None] <= largest) | (np.arange(begin, end) == end - 1)[:, None]
+        done = free[begin:end] + np.where(fits, np.outer(channel, slower), np.inf)[..., None]
+        delay = np.maximum(late[begin:end], done - at[begin:end, None, None]) + overhead[:, None, None]
+        done, delay = (np.moveaxis(pairs, 0, 1).reshape(len(ways), -1) for pairs in (done, delay))
+        best = _undominated(done, delay)
+        place = np.maximum(best, 0)
+        free[end] = np.where(best < 0, np.inf, np.take_along_axis(done, place, 1))
+        late[end] = np.where(best < 0, np.inf, np.take_along_axis(delay, place, 1))
+        came[end] = np.stack((begin + place // _FRONT, place % _FRONT), axis=-1)
+    return [_ends(came[:, way], int(np.lexsort((free[-1, way], late[-1, way]))[0])) for way in range(len(ways))]
+
+
+def _last_buckets(chain: Sequence[_Use]) -> Iterator[tuple[float, float, int]]:
+    """Of all of ``chain``, of all but the first, ...: seconds of its channel, of compute that is lost, and bytes."""
+    found = []
+    sums: dict[CollectiveKind, tuple[int, int]] = {}
+    for use in reversed(chain):
+        count, nbytes = sums.get(use.kind, (0, 0))
+        sums[use.kind] = count + 1, nbytes + use.nbytes
+        channel = overhead = 0.0
+        for kind, (count, nbytes) in sums.items():
+            channel += max(
+                kind.seconds(nbytes), kind.all_reduce_after.seconds(nbytes) if kind.all_reduce_after else 0.0
+            )
+            overhead += kind.issue_s + (nbytes * kind.copy_s_per_byte if count > 1 else 0.0)
+        found.append((channel, overhead, sum(nbytes for _, nbytes in sums.values())))
+    return reversed(found)
+
+
+def _undominated(done: Numbers, delay: Numbers) -> Places:
+    """Of the pairs in each row, the places of those that no other beats in both respects: ``_FRONT``, evenly chosen,
+    -1 where there are fewer."""
+    order = np.lexsort((delay, done))
+    sorted_delay = np.take_along_axis(delay, order, 1)
+    before = np.minimum.accumulate(sorted_delay, axis=1)
+    kept = sorted_delay < np.concatenate((np.full((len(done), 1), np.inf), before[:, :-1]), axis=1)
+    number = np.cumsum(kept, axis=1) - 1
+    count = number[:, -1:] + 1
+    wanted = np.arange(_FRONT)
+    wanted = np.where(count <= _FRONT, wanted, np.rint(wanted * (count - 1) / (_FRONT - 1)).astype(int))
+    found = np.argmax(kept[:, None] & (number[:, None] == wanted[..., None]), axis=2)
+    return np.where(wanted < count, np.take_along_axis(order, found, 1), -1)
+
+
+def _ends(came: Places, pair: int) -> Boundaries:
+    """The buckets that lead to a pair of the whole."""
+    buckets = []
+    end = len(came) - 1
+    while end:
+        begin, pair = came[end, pair]
+        buckets.append(tuple(range(begin, end)))
+        end = begin
+    return tuple(buckets[::-1])
+
+
+def gather_boundaries(half: CostGraph, ways: Sequence[Way]) -> list[Boundaries]:
+    at = list(accumulate(half.seconds, initial=0.0))
+    return _cut([_Use(g.kind, g.nbytes, at[g.first_use_slot]) for g in half.gathers], ways)
+
+
+def reduction_boundaries(half: CostGraph, ways: Sequence[Way]) -> list[Boundaries]:
+    at = list(accumulate(half.seconds, initial=0.0))
+    count = len(half.reductions)
+    found = _cut([_Use(r.kind, r.nbytes, at[-1] - at[r.ready_slot]) for r in half.reductions[::-1]], ways)
+    return [tuple(tuple(count - 1 - i for i in members[::-1]) for members in cuts[::-1]) for cuts in found]

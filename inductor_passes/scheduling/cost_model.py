@@ -1,0 +1,366 @@
+"""How long each compute node of a graph takes, and which values it puts into memory: estimated, never run.
+
+Matmuls, convolutions and attention take their operations (``torch.utils.flop_counter``) over the rate that the profile
+has for a call of that size, or the time that their bytes take, if that is more. Pointwise operators and reductions are
+fused as Inductor would: neighbours between which there is no matmul are one *region*, a kernel that reads what comes
+from outside of it and writes what is used outside of it. Anything else reads and writes all that it has. Collectives of
+the model's own, but coalesced ones, take their time where they are issued, as if nothing hid them.
+"""
+
+import math
+import operator
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from inductor_passes.collectives import FQNS, REDUCE_SCATTER, WAIT, Collective, gathers, is_deterministic, reductions
+from inductor_passes.ops.accumulate import ADD_UP
+from inductor_passes.ops.offload import TO_DEVICE, TO_HOST
+from inductor_passes.order import compute_positions, graph_items
+from inductor_passes.scheduling.memory import live_bytes
+from inductor_passes.scheduling.replay import CollectiveKind, CostGraph, Gather, Reduction
+from inductor_passes.torch_compat.distributed import group_ranks
+from inductor_passes.torch_compat.fx import size_hint
+
+_aten = torch.ops.aten
+
+
+class DeviceProfile(Protocol):
+    """What a device can do (``simplefsdp.HardwareProfile``)."""
+
+    @property
+    def launch_s(self) -> float:
+        """Of a kernel, whatever it does."""
+
+    @property
+    def collective_launch_s(self) -> float:
+        """Compute time that issuing and awaiting a collective takes."""
+
+    @property
+    def contention(self) -> float:
+        """Part of a collective's time that compute loses meanwhile."""
+
+    @property
+    def collective_s_per_byte(self) -> float:
+        """Compute time that is lost, besides, for each byte of a collective's tensor."""
+
+    def compute_s(self, kind: str, dtype: torch.dtype, flops: float) -> float:
+        """Of one ``"matmul"`` or ``"attention"`` of so many operations."""
+
+    def memory_s(self, nbytes: float) -> float:
+        """Of a kernel that reads and writes so many bytes."""
+
+    def collective_s(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
+        """Of a collective over these ranks: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``,
+        ``"broadcast"``; ``nbytes`` of the whole tensor."""
+
+
+class NodeCosts(NamedTuple):
+    """Of a graph's compute nodes; what is not there costs nothing."""
+
+    seconds: dict[Node, float]
+    """A region's are those of its last node."""
+    stored: dict[Node, int]
+    """Bytes that a node puts into memory."""
+    runs: dict[Node, Node]
+    """The last node of the region that a node is in: where it runs."""
+
+
+def node_costs(graph: Graph, profile: DeviceProfile) -> NodeCosts:
+    """What the nodes of a forward or backward graph cost, but parameters' collectives and what only belongs to them."""
+    regions = _regions(graph)
+    seconds: dict[Node, float] = {}
+    stored: dict[Node, int] = {}
+    runs: dict[Node, Node] = {}
+    members: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        if node in regions:
+            members.setdefault(regions[node], []).append(node)
+        elif _computes(node):
+            seconds[node] = _seconds(node, profile)
+            stored[node] = _nbytes(node)
+        elif node.target is TO_DEVICE:
+            stored[node] = _nbytes(node)
+        elif kind := _own_collective(node):
+            nbytes = max(map(_nbytes, (node, node.all_input_nodes[0])))
+            seconds[node] = profile.collective_launch_s + profile.collective_s(kind, group_ranks(node.args[-1]), nbytes)
+            stored[node] = _nbytes(node)
+    for nodes in members.values():
+        inside = set(nodes)
+        written = [node for node in nodes if any(user not in inside for user in _users(node))]
+        read = {source: _read(node, source) for node in nodes for source in _sources(node) if source not in inside}
+        stored |= {node: _nbytes(node) for node in written}
+        moved = sum(read.values()) + sum(stored[node] for node in written)
+        seconds[nodes[-1]] = profile.launch_s + profile.memory_s(moved)
+        runs |= dict.fromkeys(nodes, nodes[-1])
+    return NodeCosts(seconds, stored, runs)
+
+
+def _regions(graph: Graph) -> dict[Node, Node]:
+    """The first node of the region that each node that Inductor would fuse belongs to."""
+    depth: dict[Node, int] = {}  # matmuls, the model's own collectives and the like on the way here
+    for node in graph.nodes:
+        inside = [depth[source] for source in node.all_input_nodes]
+        alone = (_computes(node) and not _is_fused(node)) or bool(_own_collective(node))
+        ours = _communicates(node) and not _own_collective(node.all_input_nodes[0] if node.target is WAIT else node)
+        depth[node] = 0 if ours else max(inside, default=0) + alone
+    for node in reversed(graph.nodes):  # what is only needed later is computed there
+        if node.users and all(_is_view(n) or _is_fused(n) for n in (node, *node.users)):
+            depth[node] = min(depth[user] for user in node.users)
+    first: dict[Node, Node] = {}
+
+    def root(node: Node) -> Node:
+        while first[node] is not node:
+            node = first[node]
+        return node
+
+    for node in graph.nodes:
+        if _is_fused(node):
+            first[node] = node
+            for source in _sources(node):
+                if source in first and depth[source] == depth[node]:
+                    one, other = sorted((root(source), root(node)))
+                    first[other] = one
+    return {node: root(node) for node in first}
+
+
+def _seconds(node: Node, profile: DeviceProfile) -> float:
+    """Of a kernel of its own."""
+    moved = _nbytes(node) + sum(_read(node, source) for source in _sources(node))
+    flops, kind = _flops(node)
+    seconds = profile.memory_s(moved)
+    if flops:
+        seconds = max(seconds, profile.compute_s(kind, _tensors(node)[0].dtype, flops))
+    return profile.launch_s + seconds
+
+
+def _flops(node: Node) -> tuple[float, str]:
+    """Operations of a matmul, a convolution or attention, and which of the profile's curves they are on."""
+    name = node.target._overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
+    if name.startswith("_scaled_dot_product"):
+        shapes = [_shape(tensor) for arg in node.args if isinstance(arg, Node) for tensor in _tensors(arg)]
+        backward = "backward" in name
+        query, key, value = shapes[1:4] if backward else shapes[:3]  # the output's gradient comes first
+        # Scores and values; backward has the scores once more, and the gradients of all three and of the scores.
+        widths = 3 * query[-1] + 2 * value[-1] if backward else query[-1] + value[-1]
+        return 2.0 * math.prod(query[:-1]) * key[-2] * widths, "attention"
+    if "attention" in name:
+        return 0.0, ""
+    formula = flop_registry.get(getattr(node.target, "_overloadpacket", None))
+    if formula is None:
+        return 0.0, ""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: tree_map(_shape, n.meta["val"]))
+    return size_hint(formula(*args, **kwargs, out_val=tree_map(_shape, node.meta["val"]))), "matmul"
+
+
+def _communicates(node: Node) -> bool:
+    return getattr(node.target, "namespace", "") in ("_c10d_functional", "simplefsdp") and node.target is not ADD_UP
+
+
+def _computes(node: Node) -> bool:
+    return node.op == "call_function" and bool(_tensors(node)) and not _communicates(node) and not _is_view(node)
+
+
+def _own_collective(node: Node) -> str:
+    """What a collective that is no parameter's is taken for; empty if ``node`` is none."""
+    packet = getattr(node.target, "_overloadpacket", None) if _communicates(node) and FQNS not in node.meta else None
+    return _OWN.get(packet.__name__, "") if packet else ""
+
+
+_OWN = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
+
+
+def _is_view(node: Node) -> bool:
+    """Whether its value is part of an input's memory."""
+    if node.target in (operator.getitem, WAIT):
+        return True
+    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    return any(value.alias_info and not value.alias_info.is_write for value in returns)
+
+
+def _is_fused(node: Node) -> bool:
+    if not _computes(node) or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    tags = node.target.tags
+    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags or node.target._overloadpacket in _FUSED
+
+
+_FUSED = (
+    _aten.cat,
+    _aten.clone,
+    _aten.constant_pad_nd,
+    _aten.copy,
+    _aten.embedding,
+    _aten.full,
+    _aten.gather,
+    _aten.index,
+    _aten.arange,
+    _aten._to_copy,
+    _aten.where,
+    torch.ops.prims.convert_element_type,
+    torch.ops.prims.iota,
+)
+"""Fused as well, without torch's tags saying so."""
+_PICKS = (_aten.embedding, _aten.index, _aten.gather)
+"""They read no more of their first input than they give."""
+
+
+def _sources(node: Node) -> list[Node]:
+    """Where the memory that a node reads is from: its inputs, without views."""
+    return list(dict.fromkeys(map(storage_of, node.all_input_nodes)))
+
+
+def storage_of(node: Node) -> Node:
+    """The node whose memory ``node`` is a view of; itself, if it is none."""
+    while _is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _users(node: Node) -> Iterator[Node]:
+    """Who reads a node's memory, also through views."""
+    for user in node.users:
+        if _is_view(user):
+            yield from _users(user)
+        else:
+            yield user
+
+
+def _read(node: Node, source: Node) -> int:
+    """Bytes of ``source`` that ``node`` reads."""
+    inputs = node.all_input_nodes
+    if getattr(node.target, "_overloadpacket", None) in _PICKS and storage_of(inputs[0]) is source:
+        return min(_nbytes(node), _nbytes(source))
+    return min(_nbytes(source), sum(_nbytes(value) for value in inputs if storage_of(value) is source))
+
+
+def _tensors(node: Node) -> list[Tensor]:
+    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+
+
+def _shape(value: Any) -> Any:
+    """Of a tensor, as far as it is known: what is computed from symbolic sizes would set guards."""
+    return tuple(map(size_hint, value.shape)) if isinstance(value, Tensor) else value
+
+
+def _nbytes(node: Node) -> int:
+    return sum(size_hint(tensor.numel()) * tensor.element_size() for tensor in _tensors(node))
+
+
+EquivalentGroups = Mapping[tuple[int, ...], Sequence[Sequence[int]]]
+"""By the ranks of a process group, those of all groups of its mesh dimension."""
+_NONE: EquivalentGroups = MappingProxyType({})
+
+_LARGE = 1 << 30
+_COPIED = 16 << 20
+"""Bytes of a bucket, about: how fast memory is depends on the size."""
+
+
+def cost_graph_of(
+    graph: Graph, profile: DeviceProfile, given: Collection[str] = (), alike: EquivalentGroups = _NONE
+) -> CostGraph:
+    """What there is to schedule in a forward or backward graph, before its collectives are merged.
+
+    ``given``: names of inputs that somebody else holds, as parameters; others are freed when they are read. ``alike``:
+    groups, of which one may be spread over more nodes than another; all are taken for the slowest, as all ranks must
+    plan the same.
+    """
+    kinds = _Kinds(profile, alike)
+    nodes, items = graph_items(graph)
+    at = compute_positions(items)
+    cost = node_costs(graph, profile)
+    compute = [nodes[i] for i in at.main]
+    marks = sorted({0, len(compute), *at.first_use_slot.values(), *at.ready_slot.values()})
+    slot = {mark: i for i, mark in enumerate(marks)}
+    seconds = [cost.seconds.get(node, 0.0) for node in compute]
+    inputs = {node: _nbytes(node) for node in graph.find_nodes(op="placeholder") if node.name not in given}
+    stored = {**inputs, **cost.stored}
+    for reduction in reductions(graph):
+        source = storage_of(reduction.input)
+        if source in stored:  # of several results of one operator, the others stay
+            stored[source] = max(0, stored[source] - _nbytes(reduction.input)) if len(_tensors(source)) > 1 else 0
+    memory = live_bytes(compute, stored, cost.runs, lambda node: list(_users(node)))
+    position = {node: i for i, node in enumerate(nodes)}
+    outputs = [node for output in graph.find_nodes(op="output") for node in output.all_input_nodes]  # of an empty graph
+    outlives = {fqn for node in outputs if node in position for fqn in at.weights[position[node]]}
+    steps = list(pairwise(marks))
+
+    def step_of(index: int) -> int:
+        return bisect_right(marks, index) - 1
+
+    gathered: dict[str, Gather] = {}
+    for gather in gathers(graph):
+        (fqn,) = gather.fqns
+        nbytes = _nbytes(gather.node) + (gathered[fqn].nbytes if fqn in gathered else 0)  # gathered in two ways
+        last = len(steps) if fqn in outlives else step_of(at.last_use_slot.get(fqn, at.first_use_slot[fqn]))
+        # Where rows do not divide, only some ranks pad theirs, but all must agree.
+        uneven = any(user.target is _aten.slice.Tensor for user in gather.wait.users)
+        prepared = _nbytes(gather.input) if uneven or storage_of(gather.input).op != "placeholder" else 0
+        gathered[fqn] = Gather(fqn, kinds.of_gather(gather), nbytes, slot[at.first_use_slot[fqn]], last, prepared)
+    reduced = [
+        Reduction(
+            reduction.fqns[0],
+            kinds.of_reduction(reduction),
+            _nbytes(reduction.input),
+            slot[at.ready_slot[reduction.fqns[0]]],
+            0 if _leaves_the_device(reduction.result) else _nbytes(reduction.node),
+        )
+        for reduction in reductions(graph)
+    ]
+    return CostGraph(
+        tuple(sum(seconds[begin:end]) for begin, end in steps),
+        tuple(max(memory.during[begin:end]) for begin, end in steps),
+        tuple(memory.before[mark] for mark in marks),
+        tuple(gathered[fqn] for fqn in sorted(at.first_use_slot, key=at.first_use_slot.__getitem__)),
+        tuple(sorted(reduced, key=lambda reduction: reduction.ready_slot)),
+    )
+
+
+def _leaves_the_device(reduced: Node) -> bool:
+    return any(user.target is TO_HOST or _leaves_the_device(user) for user in reduced.users if is_deterministic(user))
+
+
+class _Kinds(NamedTuple):
+    """What collectives cost, and which can be merged."""
+
+    profile: DeviceProfile
+    alike: EquivalentGroups
+
+    def of_gather(self, gather: Collective) -> CollectiveKind:
+        return self._kind("all_gather", gather.options[-1], 1, None, repr(gather.gather_kind()))
+
+    def of_reduction(self, reduction: Collective) -> CollectiveKind:
+        kind = "reduce_scatter" if reduction.node.target is REDUCE_SCATTER else "all_reduce"
+        then = None
+        if reduction.all_reduce_after:
+            ranks = reduction.options[1] if kind == "reduce_scatter" else 1
+            then = self._kind("all_reduce", reduction.all_reduce_after.options[-1], ranks, None, "")
+        return self._kind(kind, reduction.options[-1], 1, then, repr(reduction.reduction_kind()))
+
+    def _kind(self, kind: str, group: str, parts: int, then: CollectiveKind | None, name: str) -> CollectiveKind:
+        """``parts``: of how many parts of a tensor the collective has one."""
+        profile, ranks = self.profile, group_ranks(group)
+        alpha, seconds = (
+            max(profile.collective_s(kind, others, nbytes) for others in self.alike.get(tuple(ranks), [ranks]))
+            for nbytes in (0, _LARGE)
+        )
+        rate = (seconds - alpha) / _LARGE / parts
+        copy = 2 * profile.memory_s(_COPIED) / _COPIED
+        issue = profile.collective_launch_s + profile.contention * alpha
+        lost = profile.contention * rate + profile.collective_s_per_byte / parts
+        return CollectiveKind(group, alpha, rate, issue, copy, 1 / len(ranks), lost, then, name)

@@ -1,0 +1,145 @@
+"""What there is to schedule in a model of many alike blocks, from a graph of a few.
+
+Blocks are alike in what their compute costs and in what they leave in memory, but for the first and the last ones,
+around which partitioners save other things. So the piece of a graph between the same place of two neighbouring blocks,
+if it is like the piece behind it, can be put in as often as there are blocks more.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from inductor_passes.scheduling.replay import CostGraph, Gather, Reduction
+
+Numbered = Callable[[str], int | None]
+"""The number of the block that a parameter, by its FQN, is part of."""
+Renamed = Callable[[str, int], str]
+"""The FQN of the same parameter of another block."""
+
+
+class BlocksDifferError(ValueError):
+    """The blocks of a graph cannot be told apart, or differ."""
+
+
+def repeat_blocks(half: CostGraph, blocks: int, number: Numbered, renamed: Renamed) -> CostGraph:
+    """``half`` of a model with ``blocks`` blocks, of that of one with some less.
+
+    That it is so is likely, not certain, as a graph does not say which weights it reads again in each block: another
+    one with a block more tells.
+
+    Raises:
+        NotAlikeError: no block is like the one that follows it.
+        ValueError: it has more blocks.
+    """
+    marks = _marks(half, number)
+    here, more = len(marks), blocks - len(marks)
+    if more < 0:
+        raise ValueError(f"blocks: expected {here} or more, found {blocks}")
+    if not more:
+        return half
+    source = _alike(half, [step for _, step in marks])
+    (_, begin), (_, end) = marks[source : source + 2]
+    piece = _Piece(begin, end, half.live_bytes_at_slot[end] - half.live_bytes_at_slot[begin], more)
+    ascends = marks[0][0] == 0
+
+    def of_block(fqn: str, place: int) -> list[tuple[str, int]]:
+        """FQN and step of a member and of its copies, where the blocks that follow in this graph move on."""
+        block = number(fqn)
+        if block is None:
+            return [(fqn, piece.moved(place))]
+        nth = block if ascends else here - 1 - block
+        copies = range(more + 1) if nth == source else [0 if nth < source else more]
+        places = [place + (more if place == len(half.seconds) else copy) * piece.steps for copy in copies]
+        numbers = [nth + copy if ascends else blocks - 1 - nth - copy for copy in copies]
+        return [(renamed(fqn, block), place) for block, place in zip(numbers, places, strict=True)]
+
+    gathers: list[Gather] = []
+    for gather in half.gathers:
+        lasts = of_block(gather.fqn, gather.last_use_slot)
+        for (fqn, use), (_, last) in zip(of_block(gather.fqn, gather.first_use_slot), lasts, strict=True):
+            gathers.append(gather._replace(fqn=fqn, first_use_slot=use, last_use_slot=last))
+    reductions: list[Reduction] = []
+    for reduction in half.reductions:
+        for fqn, there in of_block(reduction.fqn, reduction.ready_slot):
+            reductions.append(reduction._replace(fqn=fqn, ready_slot=there))
+    return CostGraph(
+        piece.inserted(half.seconds),
+        tuple(map(int, piece.inserted(half.live_bytes_in_step, piece.growth))),
+        tuple(map(int, piece.inserted(half.live_bytes_at_slot, piece.growth))),
+        tuple(sorted(gathers, key=lambda gather: gather.first_use_slot)),
+        tuple(sorted(reductions, key=lambda reduction: reduction.ready_slot)),
+    )
+
+
+class _Piece(NamedTuple):
+    """Of a graph, to be repeated."""
+
+    begin: int
+    end: int
+    """Steps."""
+    growth: int
+    """Bytes that are in use at its end and not at its beginning."""
+    times: int
+
+    @property
+    def steps(self) -> int:
+        return self.end - self.begin
+
+    def moved(self, place: int) -> int:
+        """Where a step, or the slot before it, comes to be that belongs to no block."""
+        if self.begin < place < self.end:
+            raise BlocksDifferError("a weight that is no block's own is used, or its gradient complete, within a block")
+        return place if place <= self.begin else place + self.times * self.steps
+
+    def inserted(self, values: Sequence[float], growth: int = 0) -> tuple[float, ...]:
+        """Those of the longer graph, each copy of the piece ``growth`` more than the one before."""
+        before = self.times * max(0, -growth)
+        found = [value + before for value in values[: self.end]]
+        for copy in range(1, self.times + 1):
+            found += [value + before + copy * growth for value in values[self.begin : self.end]]
+        return tuple(found + [value + before + self.times * growth for value in values[self.end :]])
+
+
+def _marks(half: CostGraph, number: Numbered) -> list[tuple[int, int]]:
+    """Of each block, in the order in which they run: its number and a step that is at the same place in all."""
+    found: dict[int, int] = {}
+    reduced = [(number(member.fqn), member.ready_slot) for member in half.reductions]
+    places = reduced or [(number(member.fqn), member.first_use_slot) for member in half.gathers]
+    for block, place in places:
+        if block is not None:
+            found[block] = min(place, found.get(block, place))
+    marks = sorted(found.items(), key=lambda mark: mark[1])
+    numbers = [block for block, _ in marks]
+    if numbers not in (sorted(numbers), sorted(numbers, reverse=True)) or sorted(numbers) != list(range(len(numbers))):
+        raise BlocksDifferError(f"blocks run in the order {numbers}")
+    return marks
+
+
+def _alike(half: CostGraph, marks: Sequence[int]) -> int:
+    """Of the pieces between ``marks``, the first behind the first that is like the one that follows."""
+    pieces = [_of_piece(half, begin, end) for begin, end in pairwise(marks)]
+    for i, (one, other) in enumerate(pairwise(pieces[1:]), 1):
+        if one == other:
+            return i
+    raise BlocksDifferError(f"of {len(marks)} blocks none is like the one that follows it, in compute and memory")
+
+
+def _of_piece(half: CostGraph, begin: int, end: int) -> tuple[Any, ...]:
+    """What neighbouring blocks have in common, if they are alike."""
+    bytes_before = half.live_bytes_at_slot[begin]
+    memory = [
+        nbytes - bytes_before
+        for of in (half.live_bytes_in_step[begin:end], half.live_bytes_at_slot[begin : end + 1])
+        for nbytes in of
+    ]
+    members = [
+        (member.kind, member.nbytes, place - begin)
+        for places in (
+            [(g, g.first_use_slot) for g in half.gathers],
+            [(g, g.last_use_slot) for g in half.gathers],
+            [(r, r.ready_slot) for r in half.reductions],
+        )
+        for member, place in places
+        if begin <= place < end
+    ]
+    return half.seconds[begin:end], memory, members

@@ -1,0 +1,522 @@
+"""The schedule of a graph, searched: which collectives are merged, and when each is issued and awaited.
+
+``auto`` looks for the shortest predicted time (``timeline.py``) under a memory budget:
+
+1. *Cut.* Parameters in the order of their use are cut into buckets (``cuts.py``), for several speeds of communication
+   and sizes of buckets.
+2. *Arrange.* A gather is issued as late as keeps it and all later ones in time, a reduction when it is complete.
+   Under a budget gathers leave more or less room free, by bisection.
+3. *Improve.* All that, arranged in several ways, and whatever else is proposed is replayed. From the best on, buckets
+   are merged and split, issued and awaited a slot earlier or later, while one such step or a few of them help.
+
+All is deterministic: how much is tried depends on the size of the graph, never on the clock.
+
+``greedy`` is the auto-wrapping of the SimpleFSDP paper (arXiv 2411.00284), as far as the paper and its authors' code
+say it: see there.
+"""
+
+import functools
+import math
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, product
+from typing import NamedTuple
+
+from inductor_passes.order import Bucket
+from inductor_passes.scheduling.bucket_boundaries import (
+    Boundaries,
+    even_buckets,
+    gather_boundaries,
+    one_bucket_each,
+    reduction_boundaries,
+)
+from inductor_passes.scheduling.replay import (
+    CollectiveKind,
+    CollectiveSpan,
+    CostGraph,
+    Replay,
+    Schedule,
+    ScheduledBucket,
+    Timeline,
+    replay,
+)
+
+TIME_TOLERANCE = 0.005
+"""Of the predicted time, what is given for less memory where nothing limits it: less than predictions err by."""
+
+_MARGINS = (0.5, 2.0)
+"""Of a gather's time: how much earlier than necessary it is issued, besides as early as there is room."""
+_STEPS = 5
+"""How many changes at once are tried of the best in the end."""
+
+
+class Effort(NamedTuple):
+    """How much is tried."""
+
+    speeds: tuple[float, ...] = (1.0, 3.0)
+    """How much slower communication is taken for when cutting: it shares its channel, and may be late."""
+    parts: tuple[int, ...] = (4, 8, 16, 32, 64)
+    """All is also cut into so many even buckets, and in the best way with none larger than such a part of the whole, or
+    of what the budget leaves."""
+    best: int = 3
+    """How many cuts are arranged in all ways."""
+    work: int = 20_000
+    """How many collectives are replayed, about, to improve schedules."""
+
+
+THOROUGH = Effort()
+QUICK = Effort(speeds=(1.0,), parts=(16,), best=0, work=2_000)
+"""To compare graphs, a tenth of the time."""
+
+
+class ReplayedSchedule(NamedTuple):
+    schedule: Schedule
+    timeline: Timeline
+
+
+class _Choice(NamedTuple):
+    """What ``_arrange`` makes a schedule of."""
+
+    gathers: Boundaries
+    reductions: Boundaries
+    margin: float = math.inf
+    """Of a gather's time: how much earlier than necessary it is issued. Infinite: as soon as there is room for it."""
+    gathers_first: bool = False
+    """Whether reductions are held back while a gather is late."""
+    room: float = math.inf
+    """Bytes in use up to which gathers that could wait are issued, and reductions not awaited."""
+
+
+def search_schedule(
+    half: CostGraph,
+    budget: float = math.inf,
+    proposals: Iterable[Schedule] = (),
+    *,
+    tolerance: float = 0.0,
+    effort: Effort = THOROUGH,
+) -> ReplayedSchedule | None:
+    """The fastest schedule with a peak of at most ``budget`` bytes; ``None`` if none is found.
+
+    Never slower than any of ``proposals`` that is within the budget. ``tolerance``: of the predicted time, what may be
+    given away for a lower peak.
+    """
+    least = _least_memory_schedule(half, effort.work)
+    given = [least, *(ReplayedSchedule(schedule, replay(half, schedule)) for schedule in proposals)]
+    given = [found for found in given if found.timeline.peak <= budget]
+    arranged = _candidates(half, budget, least.timeline.peak, effort)
+    candidates = sorted([*given, *arranged], key=lambda found: found.timeline.seconds)
+    if not candidates:
+        return None
+
+    def faster(timeline: Timeline) -> tuple[float, float] | None:
+        return (timeline.seconds, timeline.peak) if timeline.peak <= budget else None
+
+    found = _improve(half, candidates, faster, effort.work)
+    if not tolerance:
+        return found
+    limit = min([found.timeline.seconds * (1 + tolerance), *(f.timeline.seconds for f in given)])
+
+    def smaller(timeline: Timeline) -> tuple[float, float] | None:
+        return (timeline.peak, timeline.seconds) if timeline.seconds <= limit else None
+
+    candidates = [f for f in (found, *candidates) if f.timeline.seconds <= limit]
+    return _improve(half, sorted(candidates, key=lambda f: f.timeline.peak), smaller, effort.work)
+
+
+def greedy_schedule(half: CostGraph, room: float = math.inf) -> ReplayedSchedule:
+    """Auto-wrapping by the rule of the SimpleFSDP paper.
+
+    In the order of use, a gather is added to the open bucket unless ``gather + reduction > compute``: the bucket's
+    gather and the reduction of the gradients made meanwhile do not hide under the compute of the step before, the one
+    that uses the previous bucket; or unless the bucket, twice, as it is unpacked by a copy, is more than ``room`` bytes
+    leave beside the most that this step needs. The first bucket has nothing to hide under, and one member. Gathers are
+    issued before the wait for the previous one. Gradients are reduced together when the step ends that makes them,
+    or, towards the end, once five times their reduction is more than the compute to come; they are awaited before the
+    next are reduced.
+    """
+    at = list(accumulate(half.seconds, initial=0.0))
+    cuts: list[list[int]] = []
+    starts: list[int] = []
+    hides = 0.0
+    for i, gather in enumerate(half.gathers):
+        if cuts:
+            nbytes = sum(half.gathers[k].nbytes for k in (*cuts[-1], i))
+            before = starts[-2] if len(starts) > 1 else starts[-1]
+            most = max(half.live_bytes_in_step[before : starts[-1] + 1], default=0)
+            if gather.kind.seconds(nbytes) <= hides and most + 2 * nbytes <= room:
+                cuts[-1].append(i)
+                continue
+            hides = at[gather.first_use_slot] - at[starts[-1]]
+            made = [r for r in half.reductions if starts[-1] < r.ready_slot <= gather.first_use_slot]
+            hides -= made[0].kind.seconds(sum(r.nbytes for r in made)) if made else 0.0
+        cuts.append([i])
+        starts.append(gather.first_use_slot)
+    gathers = [ScheduledBucket(tuple(members), starts[max(0, n - 1)], starts[n]) for n, members in enumerate(cuts)]
+    flushed: list[tuple[tuple[int, ...], int]] = []
+    pending: list[int] = []
+    for i, reduction in enumerate(half.reductions):
+        pending.append(i)
+        seconds = reduction.kind.seconds(sum(half.reductions[k].nbytes for k in pending))
+        following = half.reductions[i + 1].ready_slot if i + 1 < len(half.reductions) else math.inf
+        step = bisect_left(starts, reduction.ready_slot)
+        if bisect_left(starts, following) > step or 5 * seconds > at[-1] - at[reduction.ready_slot]:
+            flushed.append((tuple(pending), reduction.ready_slot))
+            pending = []
+    points = [slot for _, slot in flushed] + [len(half.seconds) + 1]
+    reductions = [
+        ScheduledBucket(members, slot, points[n + 1], points[n + 1] if half.has_all_reduce(members) else -1)
+        for n, (members, slot) in enumerate(flushed)
+    ]
+    schedule = Schedule(tuple(gathers), tuple(reductions))
+    return ReplayedSchedule(schedule, replay(half, schedule))
+
+
+def least_memory_schedule(half: CostGraph) -> ReplayedSchedule:
+    """The schedule that needs the least memory: nothing is merged or issued ahead, and all is awaited at once, but for
+    what small changes save."""
+    return _least_memory_schedule(half, THOROUGH.work)
+
+
+@functools.lru_cache(maxsize=8)
+def _least_memory_schedule(half: CostGraph, work: int) -> ReplayedSchedule:
+    schedule = Schedule(
+        tuple(
+            ScheduledBucket((i,), gather.first_use_slot, gather.first_use_slot) for i, gather in enumerate(half.gathers)
+        ),
+        tuple(
+            ScheduledBucket((i,), r.ready_slot, r.ready_slot, r.ready_slot if r.kind.all_reduce_after else -1)
+            for i, r in enumerate(half.reductions)
+        ),
+    )
+    work = work // (len(half.gathers) + len(half.reductions) + 1)
+    found = ReplayedSchedule(schedule, replay(half, schedule))
+    return _descend(half, found, lambda timeline: (timeline.peak, 0.0), work, steps=2)[0]
+
+
+def _candidates(half: CostGraph, budget: float, least: int, effort: Effort) -> list[ReplayedSchedule]:
+    """Arrangements within the budget: of all cuts in one way, of the best of them in all ways.
+
+    ``least``: the lowest peak there is.
+    """
+    whole = sum(member.nbytes for member in (half.gathers or half.reductions))
+    spare = min(budget - least, whole)
+    ways = [(speed, math.inf) for speed in effort.speeds]
+    ways += [(1.0, part / n) for part in dict.fromkeys((whole, spare)) for n in effort.parts]
+    cuts = [(one_bucket_each(half.gathers), one_bucket_each(half.reductions))]
+    cuts += zip(gather_boundaries(half, ways), reduction_boundaries(half, ways), strict=True)
+    cuts += [(even_buckets(half.gathers, parts), even_buckets(half.reductions, parts)) for parts in effort.parts]
+    found = {
+        choice: _arrange_within_budget(half, choice, budget)
+        for choice in (_Choice(*cut) for cut in dict.fromkeys(cuts))
+    }
+    best = sorted(found, key=lambda choice: f.timeline.seconds if (f := found[choice]) else math.inf)[: effort.best]
+    for choice, margin, gathers_first in product(best, _MARGINS, (False, True)):
+        other = choice._replace(margin=margin, gathers_first=gathers_first)
+        if half.reductions or not gathers_first:
+            found[other] = _arrange_within_budget(half, other, budget)
+    return [f for f in found.values() if f is not None]
+
+
+def _arrange_within_budget(half: CostGraph, choice: _Choice, budget: float) -> ReplayedSchedule | None:
+    """The arrangement of a choice that gives gathers the most room within the budget."""
+    found = _arrange(half, choice)
+    if found.timeline.peak <= budget:
+        return found
+    best, low, high = None, 0.0, float(budget)
+    for room in (high, low, *[math.nan] * 4):
+        room = (low + high) / 2 if math.isnan(room) else room
+        found = _arrange(half, choice._replace(room=room))
+        if found.timeline.peak <= budget:
+            best, low = found, room
+        elif room == 0:
+            return None
+        else:
+            high = room
+        if low == high:
+            break
+    return best
+
+
+_Rank = Callable[[Timeline], tuple[float, float] | None]
+"""The lower the better; ``None`` for what may not be."""
+
+
+def _improve(half: CostGraph, starts: Sequence[ReplayedSchedule], rank: _Rank, work: int) -> ReplayedSchedule:
+    """The best that small changes make of ``starts``, of which those in front have the most time."""
+    work = work // (len(half.gathers) + len(half.reductions) + 1)
+    best = starts[0]
+    for found in starts:
+        found, work = _descend(half, found, rank, work, steps=2)
+        best = min(best, found, key=lambda found: rank(found.timeline) or (math.inf, math.inf))
+    return _descend(half, best, rank, work, steps=_STEPS)[0]
+
+
+def _descend(
+    half: CostGraph, best: ReplayedSchedule, rank: _Rank, work: int, steps: int
+) -> tuple[ReplayedSchedule, int]:
+    """The next better schedule, so many steps away, and on from there, until ``work`` of them are replayed."""
+    improved = True
+    while improved:
+        improved = False
+        for schedule in _schedules_around(half, best.schedule, steps):
+            if work <= 0:
+                return best, work
+            work -= 1
+            found = ReplayedSchedule(schedule, replay(half, schedule))
+            ranks = rank(found.timeline), rank(best.timeline)
+            if ranks[0] is not None and ranks[1] is not None and ranks[0] < ranks[1]:
+                best, improved = found, True
+                break
+    return best, work
+
+
+def _schedules_around(half: CostGraph, schedule: Schedule, steps: int) -> Iterator[Schedule]:
+    """What up to so many changes make of a schedule, each once, what fewer make first."""
+    seen, ring = {schedule}, [schedule]
+    for _ in range(steps):
+        reached = ring
+        ring = []
+        for one in reached:
+            for other in _neighbours(half, one):
+                other = _awaited_where_another_is_issued(other, len(half.seconds))
+                if other not in seen:
+                    seen.add(other)
+                    ring.append(other)
+                    yield other
+
+
+def _awaited_where_another_is_issued(schedule: Schedule, end: int) -> Schedule:
+    """The same, but for points that no plan can name, which move to the next that one can."""
+    issues = sorted({end + 1, *(timed.issue_slot for timed in schedule.reductions)})
+
+    def settled(timed: ScheduledBucket) -> ScheduledBucket:
+        wait, then = (issues[bisect_left(issues, slot)] for slot in (timed.wait_slot, timed.all_reduce_slot))
+        return timed._replace(
+            wait_slot=wait, all_reduce_slot=timed.all_reduce_slot if timed.all_reduce_slot < 0 else then
+        )
+
+    return schedule._replace(reductions=tuple(map(settled, schedule.reductions)))
+
+
+def _neighbours(half: CostGraph, schedule: Schedule) -> Iterator[Schedule]:
+    gathers, reductions = schedule
+    uses = sorted({0, *(gather.first_use_slot for gather in half.gathers)})
+    gradients = sorted({reduction.ready_slot for reduction in half.reductions})
+    issues = sorted({len(half.seconds) + 1, *(timed.issue_slot for timed in reductions)})
+    for i, timed in enumerate(gathers):
+        first = gathers[i - 1].issue_slot if i else 0
+        last = gathers[i + 1].issue_slot if i + 1 < len(gathers) else timed.wait_slot
+        for slot in _beside(uses, timed.issue_slot):
+            if first <= slot <= min(last, timed.wait_slot):
+                yield Schedule(_put(gathers, i, timed._replace(issue_slot=slot)), reductions)
+        if timed.issue_slot > first:  # with all behind it
+            early = tuple(later._replace(issue_slot=first) for later in gathers[i:])
+            yield Schedule((*gathers[:i], *early), reductions)
+            # with all that are issued in the same slot
+            slot = max(first, uses[bisect_left(uses, timed.issue_slot) - 1])
+            same = sum(later.issue_slot == timed.issue_slot for later in gathers[i:])
+            early = tuple(later._replace(issue_slot=slot) for later in gathers[i : i + same])
+            yield Schedule((*gathers[:i], *early, *gathers[i + same :]), reductions)
+        for at in range(1, len(timed.members)):
+            one, other = timed.members[:at], timed.members[at:]
+            parts = (
+                ScheduledBucket(part, timed.issue_slot, min(half.gathers[k].first_use_slot for k in part))
+                for part in (one, other)
+            )
+            yield Schedule(_put(gathers, i, *parts), reductions)
+    for i in range(len(gathers) - 1):
+        yield schedule.with_gathers_merged(i)
+    for i, timed in enumerate(reductions):
+        previous = reductions[i - 1].issue_slot if i else 0
+        first = max(previous, *(half.reductions[k].ready_slot for k in timed.members))
+        last = reductions[i + 1].issue_slot if i + 1 < len(reductions) else len(half.seconds)
+        if timed.all_reduce_slot >= 0:
+            for slot in _beside(issues, timed.all_reduce_slot):
+                if timed.issue_slot <= slot <= timed.wait_slot:
+                    yield Schedule(gathers, _put(reductions, i, timed._replace(all_reduce_slot=slot)))
+        for slot in _beside(gradients, timed.issue_slot):
+            if first <= slot <= last:
+                then = max(timed.all_reduce_slot, slot) if timed.all_reduce_slot >= 0 else -1
+                moved = ScheduledBucket(timed.members, slot, max(timed.wait_slot, slot), then)
+                yield Schedule(gathers, _put(reductions, i, moved))
+        for slot in _beside(issues, timed.wait_slot):
+            if slot >= max(timed.issue_slot, timed.all_reduce_slot):
+                yield Schedule(gathers, _put(reductions, i, timed._replace(wait_slot=slot)))
+        for at in range(1, len(timed.members)):
+            one, other = timed.members[:at], timed.members[at:]
+            issue = max(previous, *(half.reductions[k].ready_slot for k in one))
+            split = [timed._replace(members=one, issue_slot=issue), timed._replace(members=other)]
+            split = [part if half.has_all_reduce(part.members) else part._replace(all_reduce_slot=-1) for part in split]
+            yield Schedule(gathers, _put(reductions, i, *split))
+    for i in range(len(reductions) - 1):
+        yield schedule.with_reductions_merged(i)
+
+
+def _beside(slots: Sequence[int], slot: int) -> list[int]:
+    place = bisect_left(slots, slot)
+    return [*slots[max(0, place - 1) : place], *slots[place + 1 : place + 2]]
+
+
+def _put(buckets: tuple[ScheduledBucket, ...], i: int, *new: ScheduledBucket) -> tuple[ScheduledBucket, ...]:
+    return (*buckets[:i], *new, *buckets[i + 1 :])
+
+
+def buckets_of(
+    half: CostGraph, schedule: Schedule, position: Mapping[str, int]
+) -> tuple[tuple[Bucket, ...], tuple[Bucket, ...]]:
+    """Gather and reduction buckets that have the slots of ``schedule``; ``scheduled`` is the inverse.
+
+    ``position``: of each FQN in packing order.
+    """
+    used = {gather.first_use_slot: gather.fqn for gather in reversed(half.gathers)}
+    gathers = []
+    for i, timed in enumerate(schedule.gathers):
+        members = [half.gathers[k] for k in timed.members]
+        fqns = tuple(sorted((member.fqn for member in members), key=position.__getitem__))
+        first = min(members, key=lambda member: member.first_use_slot).fqn
+        gathers.append(Bucket(fqns, used.get(timed.issue_slot), first, position=i))
+    complete = {reduction.ready_slot: reduction.fqn for reduction in half.reductions}
+    reduced = [[half.reductions[k].fqn for k in timed.members] for timed in schedule.reductions]
+    issued = {
+        timed.issue_slot: fqns[0] for timed, fqns in reversed(list(zip(schedule.reductions, reduced, strict=True)))
+    }
+    reductions = []
+    for i, (timed, made) in enumerate(zip(schedule.reductions, reduced, strict=True)):
+        _, wait, then = (made[0] if slot == timed.issue_slot else issued.get(slot) for slot in timed[1:])
+        packed = tuple(sorted(made, key=position.__getitem__))
+        reductions.append(
+            Bucket(packed, complete[timed.issue_slot], wait, then if timed.all_reduce_slot >= 0 else None, i)
+        )
+    return tuple(gathers), tuple(reductions)
+
+
+def _arrange(half: CostGraph, choice: _Choice) -> ReplayedSchedule:
+    """When to issue and await the buckets of a choice."""
+    end = len(half.seconds)
+    run = Replay(half)
+    due = _GatherIssue(half, choice, run)
+    complete = [max(half.reductions[i].ready_slot for i in members) for members in choice.reductions]
+    gradients = sorted({reduction.ready_slot for reduction in half.reductions})
+    gathers: list[ScheduledBucket] = []
+    reductions: list[ScheduledBucket] = []
+    gathering: deque[tuple[int, list[CollectiveSpan]]] = deque()
+    reducing: dict[int, list[CollectiveSpan]] = {}
+    while run.slot <= end:
+        slot = run.slot
+        ready = range(len(reductions), bisect_right(complete, slot))
+        held = choice.gathers_first and slot < gradients[-1] and due.late(run, len(gathers), run.clock)
+        if ready and _in(gradients, slot) and not held:
+            for n in ready:
+                for earlier, flights in list(reducing.items()):
+                    if max(flight.finished for flight in flights) > run.clock and run.alive <= choice.room:
+                        break
+                    following = [f for flight in flights if (f := run.await_reduction(flight))]
+                    timed = reductions[earlier]
+                    if following:
+                        reducing[earlier] = following
+                        reductions[earlier] = timed._replace(all_reduce_slot=slot)
+                    else:
+                        del reducing[earlier]
+                        reductions[earlier] = timed._replace(wait_slot=slot)
+                reducing[n] = run.issue_reductions(choice.reductions[n])
+                followed = half.has_all_reduce(choice.reductions[n])
+                reductions.append(ScheduledBucket(choice.reductions[n], slot, end + 1, end + 1 if followed else -1))
+        while len(gathers) < len(choice.gathers) and due.now(run, len(gathers), gathering):
+            members, use = choice.gathers[len(gathers)], due.uses[len(gathers)]
+            gathering.append((use, run.issue_gathers(members)))
+            gathers.append(ScheduledBucket(members, slot, use))
+        while gathering and gathering[0][0] <= slot:
+            for flight in gathering.popleft()[1]:
+                run.await_gather(flight)
+        run.advance()
+    schedule = Schedule(tuple(gathers), tuple(reductions))
+    return ReplayedSchedule(schedule, replay(half, schedule))
+
+
+def _after_waits(run: Replay, gathering: Iterable[tuple[int, list[CollectiveSpan]]]) -> float:
+    """When the step begins that the slot precedes in which ``run`` is."""
+    clock = run.clock
+    for use, flights in gathering:
+        if use > run.slot:
+            break
+        for flight in flights:
+            clock = max(clock, flight.finished)
+            clock += flight.nbytes * flight.kind.copy_s_per_byte if len(flight.fqns) > 1 else 0.0
+    return clock
+
+
+class _GatherIssue:
+    """When the gathers of a choice are to be issued."""
+
+    def __init__(self, half: CostGraph, choice: _Choice, run: Replay):
+        self.members = choice.gathers
+        self.uses = [min(half.gathers[i].first_use_slot for i in members) for members in choice.gathers]
+        self._room = choice.room
+        self._margin = choice.margin
+        self._at = list(accumulate(half.seconds, initial=0.0))
+        self._slots = sorted({0, *(gather.first_use_slot for gather in half.gathers)})
+        self._nbytes = [sum(half.gathers[i].nbytes for i in members) for members in choice.gathers]
+        self._channels = [half.gathers[members[0]].kind.channel for members in choice.gathers]
+        self._latest = [math.inf] * (len(self.uses) + 1)
+        """Seconds of compute before which gather k must begin, for it and all later ones to be in time."""
+        for k in reversed(range(len(self.uses))):
+            kinds: dict[CollectiveKind, int] = {}
+            for i in choice.gathers[k]:
+                kinds[half.gathers[i].kind] = kinds.get(half.gathers[i].kind, 0) + half.gathers[i].nbytes
+            cost = sum(kind.seconds(nbytes) for kind, nbytes in kinds.items())
+            margin = choice.margin * cost if cost else 0.0
+            self._latest[k] = min(self._at[self.uses[k]], self._latest[k + 1]) - cost - margin
+        copied = [0] * len(half.live_bytes_at_slot)
+        for use, nbytes, members in zip(self.uses, self._nbytes, self.members, strict=True):
+            copied[use] = max(copied[use], nbytes if len(members) > 1 else 0)
+        self._read = list(accumulate(run.last_read, initial=0))
+        """Bytes of weights that are not needed any longer, at each slot."""
+        in_use = zip(half.live_bytes_at_slot, copied, (*half.live_bytes_in_step, 0), self._read, strict=False)
+        self._needs = [max(between + copy, during) - read for between, copy, during, read in in_use]
+        """Bytes in use in each slot and step beside all that was gathered by then."""
+        self._window: deque[int] = deque()
+        """Slots to come, of those ``_seen``, that need more than all after them."""
+        self._seen = 0
+
+    def now(self, run: Replay, k: int, gathering: Iterable[tuple[int, list[CollectiveSpan]]]) -> bool:
+        """Whether gather ``k`` is issued in the slot that ``run`` has come to, those of ``gathering`` being awaited."""
+        clock = _after_waits(run, gathering)
+        if self.uses[k] <= run.slot:
+            return True
+        if not _in(self._slots, run.slot) or not self.late(run, k, clock):
+            return False
+        if run.free.get(self._channels[k], 0.0) >= self._next(run, clock) and self._margin < math.inf:
+            return False  # the channel has enough to do until the next slot
+        return self._room == math.inf or self._most(run, k) <= self._room
+
+    def _most(self, run: Replay, k: int) -> int:
+        """Bytes in use until gather ``k`` is, if it is issued now and gradients stay no longer than they do by now."""
+        while self._seen <= self.uses[k]:
+            while self._window and self._needs[self._window[-1]] <= self._needs[self._seen]:
+                self._window.pop()
+            self._window.append(self._seen)
+            self._seen += 1
+        while self._window[0] < run.slot:
+            self._window.popleft()
+        return run.alive + self._nbytes[k] + self._read[run.slot] + self._needs[self._window[0]]
+
+    def late(self, run: Replay, k: int, clock: float) -> bool:
+        """Whether gather ``k`` would be late if it were issued in the next slot."""
+        if k >= len(self.uses):
+            return False
+        behind = clock - self._at[run.slot]
+        begin = max(self._next(run, clock), run.free.get(self._channels[k], 0.0))
+        return begin > self._latest[k] + behind
+
+    def _next(self, run: Replay, clock: float) -> float:
+        """When the next slot comes in which a gather could be issued."""
+        following = bisect_right(self._slots, run.slot)
+        slot = self._slots[following] if following < len(self._slots) else len(self._at) - 1
+        return clock + self._at[slot] - self._at[run.slot]
+
+
+def _in(numbers: Sequence[int], number: int) -> bool:
+    """Whether ``number`` is among the sorted ``numbers``."""
+    place = bisect_left(numbers, number)
+    return place < len(numbers) and numbers[place] == number

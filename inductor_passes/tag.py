@@ -1,0 +1,57 @@
+"""Decide, before partitioning, whether full weights are gathered again in backward or saved.
+
+[Note: the whole chain]
+``shard - cast - all_gather - wait - [slice] - view*`` is tagged up to the last node that depends on nothing but
+gathered weights: a transposed view, ``1 + weight``, a concatenation of two. With a shorter tag a partitioner saves
+what comes after it, and a transposed view of a full weight is a full weight. The tag overrides what the user's
+activation checkpointing put on these nodes: resharding is this library's decision, and under either a parameter is
+gathered at most once in backward.
+"""
+
+import sys
+from collections.abc import Mapping
+
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from inductor_passes.collectives import (
+    GraphParameter,
+    device_copies_of_replicated,
+    gathers,
+    is_deterministic,
+    source_chain,
+)
+
+# The partitioner saves what lies between two checkpointed regions: a recomputed node whose user has a larger id.
+_LAST_REGION = sys.maxsize
+
+
+def tag(graph: Graph, params: Mapping[int, GraphParameter]) -> None:
+    """Tag each marked gather chain of a joint graph: recompute it in backward, or save the gathered weight. A weight
+    that is offloaded and not sharded is copied again, or its copy saved.
+
+    Uses the partitioners' own vocabulary (``meta["recompute"]``, a ``torch.utils.checkpoint.CheckpointPolicy``), which
+    ``min_cut_rematerialization_partition`` and ``default_partition`` both obey.
+    """
+    reshard = {param.fqn: param.reshard for param in params.values()}
+    weights: set[Node] = set()
+    for param, copy in device_copies_of_replicated(graph, params):
+        _recompute(*source_chain(copy), copy)
+        weights.add(copy)
+        if param.reshard is False:
+            copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    for gather in gathers(graph):
+        _recompute(*source_chain(gather.node), gather.node, gather.wait)
+        weights.add(gather.wait)
+        if reshard[gather.fqns[0]] is False:
+            gather.wait.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    for node in graph.nodes:
+        if is_deterministic(node) and node.all_input_nodes and weights.issuperset(node.all_input_nodes):
+            _recompute(node)
+            weights.add(node)
+
+
+def _recompute(*nodes: Node) -> None:
+    for node in nodes:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = _LAST_REGION

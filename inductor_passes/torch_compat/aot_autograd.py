@@ -1,0 +1,103 @@
+"""Graphs as AOTAutograd makes and partitions them: what their inputs and outputs stand for, and where partitioners need
+help."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from functorch.compile import min_cut_rematerialization_partition as min_cut_rematerialization_partition
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+    TangentAOTInput,
+)
+from torch.fx import Graph, GraphModule, Node
+
+PartitionedGraphs = tuple[GraphModule, GraphModule]
+
+
+def parameter_inputs(graph: Graph) -> dict[int, Node]:
+    """Placeholder of the local shard of each DTensor input, by position among the inputs that Dynamo passed."""
+    found = {}
+    for node in graph.find_nodes(op="placeholder"):
+        match node.meta.get("desc"):
+            case SubclassGetAttrAOTInput(base=PlainAOTInput(idx=idx), attr="_local_tensor"):
+                found[idx] = node
+    return found
+
+
+def parameter_gradients(graph: Graph) -> dict[int, Node]:
+    """Node returned as the local gradient of each DTensor input, by position; empty for forward graphs."""
+    found = {}
+    for node, desc in zip(_outputs(graph), graph.output_node().meta.get("desc", ()), strict=False):
+        match desc:
+            case SubclassGetAttrAOTOutput(base=GradAOTOutput(grad_of=PlainAOTInput(idx=idx)), attr="_local_tensor"):
+                if isinstance(node, Node):
+                    found[idx] = node
+    return found
+
+
+def _outputs(graph: Graph) -> list[Any]:
+    return list(cast(Any, graph.output_node().args[0]))
+
+
+def is_backward(graph: Graph) -> bool:
+    """Whether a graph takes gradients of outputs (a backward or joint graph)."""
+    return any(_is_tangent(node.meta.get("desc")) for node in graph.find_nodes(op="placeholder"))
+
+
+def is_higher_order_body(graph: Graph) -> bool:
+    """Whether a graph is the body of a higher-order operator (a branch of ``torch.cond``) in the one at hand."""
+    return not any("desc" in node.meta for node in graph.find_nodes(op="placeholder"))
+
+
+def _is_tangent(desc: object) -> bool:
+    while isinstance(desc, SubclassGetAttrAOTInput):
+        desc = desc.base
+    return isinstance(desc, TangentAOTInput)
+
+
+def opaque_objects_weigh_nothing() -> AbstractContextManager[None]:
+    """For a partitioner that weighs all inputs (under ``torch._functorch.config.activation_memory_budget``), and from
+    2.13 on refuses to weigh the mesh of a DTensor."""
+    name = "unsafe_treat_script_objects_as_zero_size"
+    if not hasattr(functorch_config, name):
+        return nullcontext()
+    return cast(AbstractContextManager[None], functorch_config.patch({name: True}))
+
+
+def opaque_objects_last(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int) -> PartitionedGraphs:
+    """Put saved random states before saved opaque objects, where AOTAutograd looks for them.
+
+    AOTAutograd saves tensors, then opaque objects (the mesh of a DTensor gradient), then symbolic sizes. Partitioners
+    of torch 2.13 append the random states of recomputed attention behind the opaque objects, and the first step fails
+    with "expected all tensors_saved_with_vc_check to be Tensors".
+    """
+    placeholders = list(backward.graph.find_nodes(op="placeholder"))
+    states = [node for node in placeholders if node.name.startswith("rng_state_output")]
+    if not states:
+        return forward, backward
+    opaque = [node for node in placeholders[: placeholders.index(states[0])] if _saved_kind(node) == 1]
+    for node in reversed(opaque):
+        states[-1].append(node)
+    values = _outputs(forward.graph)
+    forward.graph.output_node().args = (
+        (*values[:num_fwd_outputs], *sorted(values[num_fwd_outputs:], key=_saved_kind)),
+    )
+    for half in (forward, backward):
+        half.graph.lint()
+        half.recompile()
+    return forward, backward
+
+
+def _saved_kind(node: Node) -> int:
+    """0: tensor, 1: opaque object, 2: symbolic size."""
+    match node.meta["val"]:
+        case torch.Tensor():
+            return 0
+        case torch.SymInt() | torch.SymFloat() | torch.SymBool() | int() | float():
+            return 2
+    return 1

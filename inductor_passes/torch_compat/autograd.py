@@ -1,0 +1,50 @@
+"""The autograd engine: which backward runs on this thread, hooks on saved tensors, dispatch modes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes  # noqa: F401
+
+
+def keep_gradient_dtype(ctx: Any) -> None:
+    """Let an autograd function with one output get its gradient in the dtype that it has, where FSDP2 does; before 2.15
+    it is always cast to that of the output."""
+    if hasattr(ctx, "set_output_grad_dtype"):
+        ctx.set_output_grad_dtype(None)
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward on this thread."""
+    return current_backward() != -1
+
+
+def current_backward() -> int:
+    """Which backward autograd runs on this thread; -1: none."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call it at the end of the backward that runs."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """The ``torch.autograd.graph.saved_tensors_hooks`` that are in force: how to pack, and how to unpack."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def push_saved_tensors_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    """Enter ``torch.autograd.graph.saved_tensors_hooks`` without the context manager, at whose frame Dynamo stops."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saved_tensors_hooks() -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def dispatch_modes() -> int:
+    """How many ``TorchDispatchMode`` are in force."""
+    return torch._C._len_torch_dispatch_stack()

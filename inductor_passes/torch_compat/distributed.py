@@ -1,0 +1,29 @@
+"""Process groups, by the names under which functional collectives know them."""
+
+from typing import Any, cast
+
+import torch
+
+from inductor_passes.torch_compat.version import VERSION
+
+OUT_FORMS_REACH_PYTHON_GROUPS = VERSION >= (2, 15)
+"""Of functional collectives; before, they need a backend in C++."""
+
+
+def default_store() -> Any:
+    """The store that all ranks were initialised with."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def group_ranks(name: str) -> list[int]:
+    """Global ranks of the process group that functional collectives call ``name``."""
+    return torch.distributed.get_process_group_ranks(_group(name))
+
+
+def is_single_process_group(name: str) -> bool:
+    """Whether there is only this process, as one rank of many, in the process group called ``name``."""
+    return torch.distributed.get_backend(_group(name)) in ("fake", "rehearsal")
+
+
+def _group(name: str) -> Any:
+    return torch.distributed.distributed_c10d._resolve_process_group(cast(Any, name))

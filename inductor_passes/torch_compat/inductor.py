@@ -1,0 +1,71 @@
+"""TorchInductor: passes and their cache keys, configuration, IR, lowerings and generated code."""
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from torch._inductor import config as inductor_config
+from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+from torch._inductor.custom_graph_pass import get_hash_for_files as get_hash_for_files
+
+CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
+"""Before 2.12 a pass on kernels is any callable, and not in the key of the compile cache."""
+NO_OTHER_REORDERING: dict[str, Any] = {
+    "combo_kernels": False,
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": False,
+    "triton.reorder_for_reducing_graph_partitions": False,
+    "aten_distributed_optimizations.enable_simple_overlap": False,
+}
+"""Inductor configuration under which no pass moves kernels after ``_post_fusion_custom_pass``."""
+if not hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"):  # before 2.14
+    del NO_OTHER_REORDERING["aten_distributed_optimizations.enable_simple_overlap"]
+
+
+def load_cpp(source: str) -> ctypes.CDLL:
+    """Compile C++ with the compiler and the cache of TorchInductor's own CPU kernels."""
+    from torch._inductor.codecache import CppCodeCache  # seconds to import, so not before it is needed
+
+    return cast(ctypes.CDLL, CppCodeCache.load(source))
+
+
+def running_code() -> str:
+    """The Python code that TorchInductor generated for the graph that calls; empty if none did, or it is in C++."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        if str(frame.f_globals.get("__name__")).startswith("torch._inductor.runtime.compile_tasks."):
+            return Path(frame.f_code.co_filename).read_text()
+        frame = frame.f_back
+    return ""
+
+
+@functools.cache
+def inductor_options() -> frozenset[str]:
+    """Names that ``torch.compile(options=...)`` accepts for Inductor."""
+    return frozenset(inductor_config.get_config_copy())
+
+
+def inductor_ir() -> Any:
+    """The module of TorchInductor's IR nodes."""
+    from torch._inductor import ir  # seconds to import, so not before it is needed
+
+    return ir
+
+
+def register_lowering(op: Any, lowering: Callable[..., Any]) -> None:
+    """Let TorchInductor make IR of calls of ``op`` by ``lowering``."""
+    from torch._inductor import lowering as inductor_lowering
+
+    inductor_lowering.register_lowering(op, type_promotion_kind=None)(lowering)
+
+
+def is_ordering_only(dep: Any) -> bool:
+    """Whether a kernel's dependency carries no data: Inductor's mark for "after that", of whatever reason."""
+    from torch._inductor.dependencies import WeakDep  # seconds to import, so not before it is needed
+
+    return isinstance(dep, WeakDep) and dep.is_fake

@@ -1,0 +1,153 @@
+"""Why a collective of a schedule is where it is: what the model says of the same schedule with one thing changed."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from inductor_passes.scheduling.replay import (
+    CollectiveSpan,
+    CostGraph,
+    Gather,
+    Reduction,
+    Schedule,
+    ScheduledBucket,
+    Timeline,
+    replay,
+)
+
+Cause = Literal["nothing", "dependency", "channel", "memory", "compute", "plan"]
+
+_NEGLIGIBLE = 1e-4
+"""Of the graph's time: what takes less than that more, or less, is as fast."""
+
+
+class Diagnosis(NamedTuple):
+    """Of one bucket."""
+
+    spans: tuple[CollectiveSpan, ...]
+    """Its collectives, in the order in which they are awaited."""
+    bound: Cause
+    """What keeps it from being hidden. ``"dependency"``: the graph begins or ends there. ``"channel"``: its process
+    group is busy when it is issued. ``"memory"``: issued earlier, or awaited later, it does not fit.
+    ``"compute"``: that would not be faster; ``"plan"``: it would. ``"nothing"``: it is hidden."""
+    where: str
+    """The same in words."""
+    closed: str
+    """Why the next bucket is not part of it, in words."""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that compute waits for it."""
+        return sum(span.exposed for span in self.spans)
+
+
+class _Change(NamedTuple):
+    """What another schedule takes more than the one at hand."""
+
+    seconds: float
+    over: float
+    """Bytes above what there is room for."""
+
+
+def diagnose(half: CostGraph, schedule: Schedule, room: float) -> tuple[list[Diagnosis], list[Diagnosis]]:
+    """Of each bucket of gathers, and of reductions. ``room``: bytes that the graph may need."""
+    played = replay(half, schedule)
+
+    def change(other: Schedule) -> _Change:
+        timeline = replay(half, other)
+        seconds = timeline.seconds - played.seconds
+        return _Change(seconds if abs(seconds) > _NEGLIGIBLE * played.seconds else 0.0, timeline.peak - room)
+
+    gathers = []
+    for i, timed in enumerate(schedule.gathers):
+        spans = _spans(played, half.gathers, timed, "gather")
+        earlier = _earlier(half, schedule, i) if _exposed(spans) else None
+        bound, where = _bound(spans, change(earlier) if earlier else None, "issued earlier")
+        joins = _alike(half.gathers, schedule.gathers[i : i + 2])
+        closed = _closed(change(schedule.with_gathers_merged(i))) if joins else _ALONE[joins]
+        gathers.append(Diagnosis(spans, bound, where, closed))
+    reductions = []
+    for i, timed in enumerate(schedule.reductions):
+        spans = _spans(played, half.reductions, timed, "reduce", "all-reduce")
+        later = _later(half, schedule, i) if _exposed(spans) else None
+        bound, where = _bound(spans, change(later) if later else None, "awaited later")
+        joins = _alike(half.reductions, schedule.reductions[i : i + 2])
+        closed = _closed(change(schedule.with_reductions_merged(i))) if joins else _ALONE[joins]
+        reductions.append(Diagnosis(spans, bound, where, closed))
+    return gathers, reductions
+
+
+def _spans(
+    played: Timeline, of: Sequence[Gather | Reduction], timed: ScheduledBucket, *what: str
+) -> tuple[CollectiveSpan, ...]:
+    fqns = {of[k].fqn for k in timed.members}
+    return tuple(span for span in played.spans if span.what in what and span.fqns[0] in fqns)
+
+
+def _exposed(spans: Sequence[CollectiveSpan]) -> bool:
+    return any(span.exposed for span in spans)
+
+
+def _earlier(half: CostGraph, schedule: Schedule, i: int) -> Schedule | None:
+    """Gather ``i`` is issued one use of a weight earlier, those before it not later; ``None``: it is at the start."""
+    uses = sorted({0, *(gather.first_use_slot for gather in half.gathers)})
+    place = bisect_left(uses, schedule.gathers[i].issue_slot)
+    if not place:
+        return None
+    moved = [timed._replace(issue_slot=min(timed.issue_slot, uses[place - 1])) for timed in schedule.gathers[: i + 1]]
+    return schedule._replace(gathers=(*moved, *schedule.gathers[i + 1 :]))
+
+
+def _later(half: CostGraph, schedule: Schedule, i: int) -> Schedule | None:
+    """Reduction ``i`` is awaited one reduction later; ``None``: it is awaited behind all compute."""
+    timed, end = schedule.reductions[i], len(half.seconds)
+    issues = sorted({end + 1, *(other.issue_slot for other in schedule.reductions)})
+    if timed.wait_slot >= end:
+        return None
+    moved = timed._replace(wait_slot=issues[bisect_right(issues, timed.wait_slot)])
+    return schedule._replace(reductions=(*schedule.reductions[:i], moved, *schedule.reductions[i + 1 :]))
+
+
+def _alike(of: Sequence[Gather | Reduction], pair: Sequence[ScheduledBucket]) -> bool | None:
+    """Whether some of both buckets could share a collective; ``None``: there is only one."""
+    kinds = [{of[k].kind for k in timed.members} for timed in pair]
+    return not kinds[0].isdisjoint(kinds[1]) if len(kinds) == 2 else None
+
+
+_ALONE = {None: "it is the last", False: "the next is of another process group or dtype"}
+
+
+def _bound(spans: Sequence[CollectiveSpan], moved: _Change | None, how: str) -> tuple[Cause, str]:
+    queued = sum(span.started - span.issued for span in spans)
+    if not _exposed(spans):
+        return "nothing", f"in time, by {_ms(min(span.awaited - span.finished for span in spans))}"
+    if moved is not None and moved.seconds < 0:
+        if moved.over > 0:
+            return "memory", f"{how}, the step would be {_ms(-moved.seconds)} shorter and {_mib(moved.over)} too large"
+        return "plan", f"{how}, the step would be {_ms(-moved.seconds)} shorter"
+    if queued > 0:
+        return "channel", f"its process group is busy for {_ms(queued)} when it is issued"
+    if moved is None:
+        return "dependency", "there is nothing before it" if how == "issued earlier" else "there is nothing behind it"
+    return (
+        "compute",
+        f"{how}, the step would be as long"
+        if not moved.seconds
+        else f"{how}, the step would be {_ms(moved.seconds)} longer",
+    )
+
+
+def _closed(merged: _Change) -> str:
+    if merged.over > 0:
+        return f"with the next, {_mib(merged.over)} too large"
+    if merged.seconds > 0:
+        return f"with the next, {_ms(merged.seconds)} longer"
+    return f"with the next, {_ms(-merged.seconds)} shorter" if merged.seconds else "with the next, as long"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:.2f} MiB"

@@ -1,0 +1,380 @@
+"""The story of a plan: what it does with a step, why, what that is predicted to cost and took, what may help."""
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from inductor_passes.scheduling.keep_unsharded import choose_unsharded, keep_unsharded
+from inductor_passes.scheduling.replay import CostGraph, Timeline
+from inductor_passes.scheduling.search import search_schedule
+from simplefsdp.analysis.diagnosis import Cause, Diagnosis, diagnose
+from simplefsdp.analysis.measurement import Measurement
+from simplefsdp.analysis.prediction import Prediction, StepCosts, predict, schedules, timelines
+from simplefsdp.plan.bucket_plan import BucketPlan, fqn_range
+
+ROWS = 12
+"""How many buckets the text shows, those that are exposed longest first, if it is not to show all."""
+_WORTH = 0.01
+"""Of the throughput: what a change must gain to be proposed, more than ``auto`` gives for memory."""
+_SUMS = ("step_s", "exposed_s", "communication_s")
+"""Of a measurement."""
+_OF_BATCH = ("seconds", "live_bytes_in_step", "live_bytes_at_slot")
+"""Fields of a ``Half`` that grow with the batch."""
+
+
+@dataclass(frozen=True)
+class MeasuredBucket:
+    """A bucket as it was measured; names as in ``Explained``."""
+
+    issued_s: float
+    started_s: float
+    finished_s: float
+    awaited_s: float
+    communication_s: float
+    hidden_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True)
+class BucketExplanation:
+    """A bucket of a plan: one collective, or one for each kind of its parameters. Seconds since its graph began."""
+
+    direction: str
+    """``"forward"``, ``"backward"`` (gathers) or ``"reductions"``, as in ``BucketPlan``."""
+    parameters: tuple[str, ...]
+    nbytes: int
+    """Of the full weights or gradients."""
+    held_bytes: int
+    """Of these, and of what is packed to be gathered."""
+    held_s: float
+    """From when it is issued until the last weight was read for the last time, or the last gradient reduced."""
+    issued_s: float
+    started_s: float
+    finished_s: float
+    awaited_s: float
+    communication_s: float
+    hidden_s: float
+    """Of the communication, what compute does not wait for."""
+    exposed_s: float
+    """That compute waits, also for what is before it in its process group."""
+    bound: Cause
+    where: str
+    """Why it is not issued earlier, or awaited later."""
+    closed: str
+    """Why the next bucket is not part of it."""
+    measured: MeasuredBucket | None = None
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What another choice is predicted to bring."""
+
+    what: str
+    gain: float
+    """Of the throughput: 0.1 is a tenth more tokens a second."""
+    step_s: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Of one compiled step."""
+
+    plan: BucketPlan
+    costs: StepCosts
+    played: tuple[Timeline, Timeline]
+    """Forward and backward, as predicted."""
+    measurement: Measurement | None = None
+    """Of ``simplefsdp.measure``, if there is one."""
+
+    @functools.cached_property
+    def prediction(self) -> Prediction:
+        return predict(self.plan, self.costs, self.played)
+
+    @functools.cached_property
+    def buckets(self) -> tuple[BucketExplanation, ...]:
+        """Each is replayed merged with the next, and what is exposed issued earlier or awaited later too, to say why it
+        is as it is: of 1,500 collectives in half a minute."""
+        return tuple(_buckets(self))
+
+    @property
+    def memory_limit_bytes(self) -> float:
+        """That the step may need; infinite: no limit."""
+        return self.costs.memory_limit_bytes + self.costs.resident_bytes
+
+    @property
+    def before(self) -> int:
+        """Collectives without a plan: one for each parameter and direction."""
+        return sum(len(half.gathers) + len(half.reductions) for half in self.costs.halves)
+
+    @property
+    def collectives(self) -> int:
+        """With the plan: its buckets."""
+        return sum(len(of.gathers) + len(of.reductions) for of in schedules(self.plan, self.costs.halves))
+
+    @property
+    def gathered_bytes(self) -> int:
+        return sum(gather.nbytes for half in self.costs.halves for gather in half.gathers)
+
+    @property
+    def reduced_bytes(self) -> int:
+        return sum(reduction.nbytes for half in self.costs.halves for reduction in half.reductions)
+
+    @property
+    def compute_s(self) -> float:
+        """Of the step, in its graphs."""
+        return sum(sum(half.seconds) for half in self.costs.halves)
+
+    @property
+    def overhead_s(self) -> float:
+        """Of the step, what compute loses to collectives besides waiting: copies, issuing, contention."""
+        predicted = self.prediction
+        return predicted.forward_s + predicted.backward_s - predicted.exposed_s - self.compute_s
+
+    @functools.cached_property
+    def changes(self) -> tuple[Suggestion, ...]:
+        """The three that gain most, each by itself, the best first; the planner is asked what they would bring."""
+        return tuple(_changes(self))
+
+    @functools.cached_property
+    def keeping(self) -> Suggestion | None:
+        """What it would bring to keep whole the weights that backward gathers again and that the planner would keep, if
+        there are any."""
+        again = [gather.fqn for gather in self.costs.backward.gathers]
+        kept = choose_unsharded(*self.costs.halves, again, self.costs.memory_limit_bytes)
+        if not kept:
+            return None
+        what = f"reshard_after_forward=False for {fqn_range(tuple(fqn for fqn in again if fqn in kept))}"
+        found = _planned(self, keep_unsharded(*self.costs.halves, kept), self.costs.memory_limit_bytes)
+        return next(iter(_change_to(self, what, found)), None)
+
+    def to_json(self) -> str:
+        fields = {
+            "plan": self.plan.hash,
+            "prediction": json.loads(self.prediction.to_json()),
+            "memory_limit_bytes": self.memory_limit_bytes if self.memory_limit_bytes < math.inf else None,
+            "collectives_before": self.before,
+            "collectives": self.collectives,
+            "gathered_bytes": self.gathered_bytes,
+            "reduced_bytes": self.reduced_bytes,
+            "compute_s": self.compute_s,
+            "overhead_s": self.overhead_s,
+            "keep_unsharded": self.plan.keep_unsharded,
+            "measured": self.measurement and {name: getattr(self.measurement, name) for name in _SUMS},
+            "buckets": [asdict(bucket) for bucket in self.buckets],
+            "changes": [asdict(change) for change in self.changes],
+        }
+        return json.dumps(fields, indent=1) + "\n"
+
+    def summary(self) -> str:
+        """What is planned, and what it takes."""
+        predicted = self.prediction
+        elements = sum(math.prod(shape) for _, shape in self.plan.parameters)
+        limit = f" of {gib(self.memory_limit_bytes)}" if self.memory_limit_bytes < math.inf else ""
+        least = predicted.bound_s + predicted.outside_s
+        communicated = sum(span.finished - span.started for timeline in self.played for span in timeline.spans)
+        lines = [
+            f"plan {self.plan.hash}, predicted for {predicted.profile}",
+            f"  parameters   {len(self.plan.parameters)} of {elements:,} elements; "
+            f"{len(self.plan.keep_unsharded)} kept unsharded from forward to backward",
+            f"  collectives  {self.before} -> {self.collectives}; {gib(self.gathered_bytes)} gathered, "
+            f"{gib(self.reduced_bytes)} reduced",
+            f"  step         {ms(predicted.step_s)}: forward {ms(predicted.forward_s)}, backward "
+            f"{ms(predicted.backward_s)}, outside of the graphs {ms(predicted.outside_s)}",
+            f"  of it        compute {ms(self.compute_s)}, copies and issuing of collectives {ms(self.overhead_s)}, "
+            f"exposed {ms(predicted.exposed_s)} of {ms(communicated)} communication "
+            f"({predicted.exposed_s / predicted.step_s:.1%} of the step)",
+            f"  limits       no plan takes less than {ms(least)} (L1); this one is {ms(predicted.step_s)} (L2), "
+            f"{predicted.step_s / least - 1:.1%} above",
+            f"  memory       peak {gib(predicted.peak_bytes)}{limit}, {gib(predicted.resident_bytes)} of it shards "
+            "and the optimizer's state",
+        ]
+        if (measured := self.measurement) is not None:
+            off = predicted.step_s / measured.step_s - 1
+            lines.append(
+                f"  measured     step {ms(measured.step_s)} (predicted {off:+.0%}), "
+                f"exposed {ms(measured.exposed_s)} of {ms(measured.communication_s)} communication"
+            )
+        return "\n".join(lines) + "\n"
+
+    def text(self, rows: int = ROWS) -> str:
+        """For a terminal: ``summary``, the ``rows`` buckets that are exposed longest, in the order in which they run,
+        and the changes that would help."""
+        lines = []
+        shown = sorted(self.buckets, key=lambda bucket: bucket.exposed_s, reverse=True)[:rows]
+        for direction in ("forward", "backward", "reductions"):
+            of_direction = [bucket for bucket in self.buckets if bucket.direction == direction]
+            here = [bucket for bucket in of_direction if bucket in shown]
+            if here:
+                lines.append(_heading(direction, len(here), len(of_direction)))
+            for bucket in here:
+                lines.append(_row(bucket))
+        lines += _resharding(self)
+        lines.append(
+            "what would help most:" if self.changes else "no other plan, memory, batch or resharding would help"
+        )
+        lines += [f"  {change.gain:+7.1%} throughput  {_change(change)}" for change in self.changes]
+        return self.summary() + "\n".join(lines) + "\n"
+
+
+def explain(plan: BucketPlan, costs: StepCosts, measurement: Measurement | None = None) -> Explanation:
+    """What ``plan`` does with a step that costs this, why, and what was measured of it."""
+    return Explanation(plan, costs, timelines(plan, costs.halves), measurement)
+
+
+def _buckets(explanation: Explanation) -> list[BucketExplanation]:
+    plan, costs, played = explanation.plan, explanation.costs, explanation.played
+    first, second = schedules(plan, costs.halves)
+    forward, _ = diagnose(costs.forward, first, costs.memory_limit_bytes)
+    backward, reductions = diagnose(costs.backward, second, costs.memory_limit_bytes)
+    freed = [_freed(half, timeline) for half, timeline in zip(costs.halves, played, strict=True)]
+    buckets = [
+        *(_explained("forward", one, freed[0]) for one in forward),
+        *(_explained("backward", one, freed[1]) for one in backward),
+        *(_explained("reductions", one, {}) for one in reductions),
+    ]
+    if (measurement := explanation.measurement) is not None:
+        buckets = [replace(bucket, measured=_went(bucket, measurement)) for bucket in buckets]
+    return buckets
+
+
+def _went(bucket: BucketExplanation, measurement: Measurement) -> MeasuredBucket | None:
+    """How the collectives of ``bucket`` went when its graph ran last."""
+    gathered = bucket.direction != "reductions"
+    direction = bucket.direction if gathered else "backward"
+    last = [run for run in measurement.runs if run.direction == direction][-1:]
+    found = [
+        one
+        for run in last
+        for one in run.collectives
+        if one.parameters and set(one.parameters) <= set(bucket.parameters)
+        if one.name.startswith("all_gather") == gathered
+    ]
+    if not found:
+        return None
+    return MeasuredBucket(
+        min(one.issued_s for one in found),
+        min(one.started_s for one in found),
+        max(one.finished_s for one in found),
+        min(one.awaited_s for one in found),
+        sum(one.finished_s - one.started_s for one in found),
+        sum(max(0.0, min(one.finished_s, one.awaited_s) - one.started_s) for one in found),
+        sum(one.exposed_s for one in found),
+    )
+
+
+def _freed(half: CostGraph, timeline: Timeline) -> dict[str, float]:
+    """By FQN of a gathered weight: when it is no longer needed."""
+    ends = [start + seconds for start, seconds in zip(timeline.starts, half.seconds, strict=False)]
+    return {gather.fqn: [*ends, timeline.seconds][gather.last_use_slot] for gather in half.gathers}
+
+
+def _explained(direction: str, one: Diagnosis, freed: Mapping[str, float]) -> BucketExplanation:
+    spans = one.spans
+    fqns = tuple(dict.fromkeys(fqn for span in spans for fqn in span.fqns))
+    nbytes = sum(span.nbytes for span in spans if span.what != "all-reduce")
+    issued, done = min(span.issued for span in spans), max(max(span.finished, span.awaited) for span in spans)
+    return BucketExplanation(
+        direction,
+        fqns,
+        nbytes,
+        nbytes + sum(span.held for span in spans),
+        max(freed.get(fqn, done) for fqn in fqns) - issued,
+        issued,
+        min(span.started for span in spans),
+        max(span.finished for span in spans),
+        min(span.awaited for span in spans),
+        sum(span.finished - span.started for span in spans),
+        sum(max(0.0, min(span.finished, span.awaited) - span.started) for span in spans),
+        one.exposed,
+        one.bound,
+        one.where,
+        one.closed,
+    )
+
+
+def _changes(explanation: Explanation) -> list[Suggestion]:
+    room, halves = explanation.costs.memory_limit_bytes, explanation.costs.halves
+    best = _planned(explanation, halves, room)
+    tried = [*_change_to(explanation, "plan='auto', as much memory", best)]
+    if room < math.inf and (free := _planned(explanation, halves, math.inf)) is not None:
+        tried += _change_to(explanation, f"a memory budget of {gib(free[1])}", free)
+    if explanation.keeping is not None:
+        tried.append(explanation.keeping)
+    larger = [half._replace(**{name: _twice(getattr(half, name)) for name in _OF_BATCH}) for half in halves]
+    twice = _planned(explanation, larger, room)
+    tried += _change_to(explanation, "a batch twice as large, if compute and activations double", twice, batch=2)
+    worth = sorted((one for one in tried if one.gain > _WORTH), key=lambda one: one.gain, reverse=True)
+    return worth[:3]
+
+
+def _planned(explanation: Explanation, halves: Sequence[CostGraph], room: float) -> tuple[float, int] | None:
+    """Seconds and peak of a step with these graphs, planned anew; ``None``: there is no room."""
+    costs, present = explanation.costs, schedules(explanation.plan, halves)
+    found = [search_schedule(half, room, [schedule]) for half, schedule in zip(halves, present, strict=True)]
+    if not all(found):
+        return None
+    seconds = sum(one.timeline.seconds for one in found if one)
+    return seconds + costs.outside_s, costs.resident_bytes + max(one.timeline.peak for one in found if one)
+
+
+def _change_to(
+    explanation: Explanation, what: str, found: tuple[float, int] | None, batch: int = 1
+) -> list[Suggestion]:
+    if found is None:
+        return []
+    return [Suggestion(what, batch * explanation.prediction.step_s / found[0] - 1, *found)]
+
+
+def _resharding(explanation: Explanation) -> list[str]:
+    """Why weights stay whole, and why others do not."""
+    plan, (forward, backward) = explanation.plan, explanation.costs.halves
+    lines = []
+    if kept := [gather for gather in forward.gathers if gather.fqn in plan.keep_unsharded]:
+        seconds = sum(gather.kind.seconds(gather.nbytes) for gather in kept)
+        lines.append(
+            f"kept unsharded until backward: {fqn_range([gather.fqn for gather in kept])}: "
+            f"{gib(sum(gather.nbytes for gather in kept))}, which save {ms(seconds)} of communication"
+        )
+    if again := [gather.fqn for gather in backward.gathers]:
+        keeping = explanation.keeping
+        why = "kept unsharded, none would save time that is worth its memory" if keeping is None else _change(keeping)
+        lines.append(f"gathered again in backward: {fqn_range(again)}; {why}")
+    return lines
+
+
+def _twice(numbers: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(2 * number for number in numbers)
+
+
+def _heading(direction: str, shown: int, buckets: int) -> str:
+    what = "reductions" if direction == "reductions" else f"gathers in {direction}"
+    part = "" if shown == buckets else f" ({shown} of {buckets}, exposed longest)"
+    return f"{what}{part}: issued, done, needed at; hidden + exposed; bytes, held for"
+
+
+def _row(bucket: BucketExplanation) -> str:
+    what = f"{bucket.nbytes / 2**20:8.2f} MiB {1e3 * bucket.held_s:7.2f} ms  {fqn_range(bucket.parameters)}"
+    measured = f"\n{_times(bucket.measured)}  measured" if bucket.measured else ""
+    return f"{_times(bucket)}  {what}{measured}\n      {bucket.bound}: {bucket.where}; {bucket.closed}"
+
+
+def _times(bucket: BucketExplanation | MeasuredBucket) -> str:
+    at = (bucket.issued_s, bucket.finished_s, bucket.awaited_s)
+    times = "  ".join(f"{1e3 * seconds:8.2f}" for seconds in at)
+    return f"  {times}  {1e3 * bucket.hidden_s:7.2f} + {1e3 * bucket.exposed_s:6.2f} ms"
+
+
+def _change(change: Suggestion) -> str:
+    return f"{change.what}: step {ms(change.step_s)}, peak {gib(change.peak_bytes)}"
+
+
+def ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

@@ -1,0 +1,196 @@
+"""What a plan is predicted to take, before it is run: time, exposed communication and memory of a step."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from inductor_passes.scheduling.replay import (
+    CollectiveKind,
+    CostGraph,
+    Gather,
+    Reduction,
+    Schedule,
+    Timeline,
+    lower_bound,
+    replay,
+    schedule_of,
+)
+from simplefsdp.frontend.sharding import ShardedParameter
+from simplefsdp.hardware.profile import HardwareProfile
+from simplefsdp.plan.bucket_plan import BucketPlan
+
+
+class StepState(NamedTuple):
+    """What a step holds and does of parameters outside of its graphs, on the rank that has most."""
+
+    parameters: int = 0
+    """How many."""
+    resident_bytes: int = 0
+    """Of their shards and the optimizer's state."""
+    updated_bytes: int = 0
+    """That the optimizer reads and writes."""
+
+
+def step_state(parameters: Iterable[tuple[ShardedParameter, torch.dtype, bool]]) -> StepState:
+    """Of parameters, with the dtype of their shards and whether they are trained, by Adam with two float32 moments:
+    it reads the shard, its gradient and both moments, and writes the shard and both."""
+    count = resident = updated = 0
+    for info, dtype, trained in parameters:
+        numel = _shard_numel(info)
+        count += 1
+        if info.communication.device is not None:  # all of that is on CPU
+            continue
+        resident += numel * (dtype.itemsize + (_MOMENTS_BYTES if trained else 0))
+        updated += numel * (3 * dtype.itemsize + 2 * _MOMENTS_BYTES) if trained else 0
+    return StepState(count, resident, updated)
+
+
+_MOMENTS_BYTES = 8
+"""For each element of a shard."""
+
+
+def _shard_numel(info: ShardedParameter) -> int:
+    comm = info.communication
+    numel = math.prod(comm.shape)
+    if comm.dim is None or comm.shard_group is None or not numel:
+        return numel
+    rows = comm.shape[comm.dim]
+    return numel // rows * -(-rows // comm.shard_group.ranks)
+
+
+class StepCosts(NamedTuple):
+    """All that a prediction depends on, but for the plan."""
+
+    profile: str
+    forward: CostGraph
+    backward: CostGraph
+    """Without compute, of a graph that is not trained."""
+    resident_bytes: int
+    outside_s: float
+    """Of a step, outside of its graphs."""
+    memory_limit_bytes: float
+    """That the graphs may need besides; infinite: no limit."""
+
+    @property
+    def halves(self) -> tuple[CostGraph, CostGraph]:
+        return self.forward, self.backward
+
+    def to_json(self) -> str:
+        """For ``from_json``; infinity is ``null``."""
+        kinds: dict[CollectiveKind, int] = {}
+
+        def of_kind(member: Gather | Reduction) -> dict[str, Any]:
+            return member._asdict() | {"kind": kinds.setdefault(member.kind, len(kinds))}
+
+        def half(of: CostGraph) -> dict[str, Any]:
+            gathers, reductions = [*map(of_kind, of.gathers)], [*map(of_kind, of.reductions)]
+            return of._asdict() | {"gathers": gathers, "reductions": reductions}
+
+        def kind(of: CollectiveKind) -> dict[str, Any]:
+            return of._asdict() | {"all_reduce_after": kind(of.all_reduce_after) if of.all_reduce_after else None}
+
+        fields = self._asdict() | {"forward": half(self.forward), "backward": half(self.backward)}
+        room = self.memory_limit_bytes if self.memory_limit_bytes < math.inf else None
+        return json.dumps({**fields, "memory_limit_bytes": room, "kinds": [kind(k) for k in kinds]}) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "StepCosts":
+        fields = json.loads(text)
+
+        def kind(of: dict[str, Any]) -> CollectiveKind:
+            return CollectiveKind(
+                **of | {"all_reduce_after": kind(of["all_reduce_after"]) if of["all_reduce_after"] else None}
+            )
+
+        kinds = [kind(k) for k in fields.pop("kinds")]
+
+        def half(of: dict[str, Any]) -> CostGraph:
+            gathers = tuple(Gather(**member | {"kind": kinds[member["kind"]]}) for member in of["gathers"])
+            reductions = tuple(Reduction(**member | {"kind": kinds[member["kind"]]}) for member in of["reductions"])
+            numbers = {name: tuple(of[name]) for name in ("seconds", "live_bytes_in_step", "live_bytes_at_slot")}
+            return CostGraph(**numbers, gathers=gathers, reductions=reductions)
+
+        if fields["memory_limit_bytes"] is None:
+            fields["memory_limit_bytes"] = math.inf
+        return cls(**fields | {"forward": half(fields["forward"]), "backward": half(fields["backward"])})
+
+
+def step_costs(
+    halves: Sequence[CostGraph], state: StepState, profile: HardwareProfile, memory_limit_bytes: float
+) -> StepCosts:
+    """Of a forward and a backward graph; an optimizer's step belongs to those with a backward."""
+    forward, backward = halves
+    outside = profile.parameter_s * state.parameters + profile.memory_s(state.updated_bytes)
+    outside = outside if backward.seconds else 0.0
+    return StepCosts(profile.name, forward, backward, state.resident_bytes, outside, memory_limit_bytes)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds and bytes of one step, of what is in its forward and backward graph and of their parameters."""
+
+    plan: str
+    """``BucketPlan.hash``."""
+    profile: str
+    forward_s: float
+    backward_s: float
+    outside_s: float
+    """Guards and the optimizer, but not what else there is between the graphs: a loss of its own, a data loader."""
+    exposed_s: float
+    """Of both graphs, that compute waits for communication."""
+    bound_s: float
+    """Both graphs take no less than this under any plan."""
+    peak_bytes: int
+    resident_bytes: int
+    """Of the peak: shards and the optimizer's state."""
+
+    @property
+    def step_s(self) -> float:
+        return self.forward_s + self.backward_s + self.outside_s
+
+    @property
+    def gap(self) -> float:
+        """How much longer both graphs take than the bound, as a part of it."""
+        return (self.forward_s + self.backward_s) / self.bound_s - 1 if self.bound_s else 0.0
+
+    def to_json(self) -> str:
+        return json.dumps({**asdict(self), "step_s": self.step_s, "gap": self.gap}, indent=1) + "\n"
+
+    def __str__(self) -> str:
+        return (
+            f"{1e3 * self.step_s:.1f} ms a step, of which {1e3 * self.exposed_s:.1f} exposed communication; "
+            f"{100 * self.gap:.1f} % above the least that any plan takes in its graphs; peak "
+            f"{self.peak_bytes / 2**30:.2f} GiB"
+        )
+
+
+def schedules(plan: BucketPlan, halves: Sequence[CostGraph]) -> tuple[Schedule, Schedule]:
+    """``plan`` on a forward and a backward graph."""
+    forward, backward = halves
+    return schedule_of(forward, plan.forward, ()), schedule_of(backward, plan.backward, plan.reductions)
+
+
+def timelines(plan: BucketPlan, halves: Sequence[CostGraph]) -> tuple[Timeline, Timeline]:
+    """``plan`` on a forward and a backward graph, replayed."""
+    (forward, backward), (first, second) = halves, schedules(plan, halves)
+    return replay(forward, first), replay(backward, second)
+
+
+def predict(plan: BucketPlan, costs: StepCosts, played: Sequence[Timeline]) -> Prediction:
+    """What ``plan`` takes, ``played`` by ``timelines``."""
+    first, second = played
+    return Prediction(
+        plan.hash,
+        costs.profile,
+        first.seconds,
+        second.seconds,
+        costs.outside_s,
+        first.exposed + second.exposed,
+        lower_bound(costs.forward) + lower_bound(costs.backward),
+        costs.resident_bytes + max(first.peak, second.peak),
+        costs.resident_bytes,
+    )

@@ -1,0 +1,110 @@
+"""The schedule of a step, for Perfetto (ui.perfetto.dev): compute, process groups and memory over time, as predicted,
+and process groups as measured.
+
+Chrome's trace event format: complete events (``"X"``), counters (``"C"``) and names (``"M"``); times in microseconds.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from inductor_passes.scheduling.replay import CollectiveSpan, CostGraph, Timeline
+from simplefsdp.analysis.measurement import GraphRun
+from simplefsdp.analysis.prediction import Prediction, StepCosts
+
+_COMPUTE = 0
+"""The first track; process groups have the following ones."""
+
+
+def prediction_files(prediction: Prediction, costs: StepCosts, played: Sequence[Timeline]) -> dict[str, str]:
+    """What is predicted of a plan, as the files of a report, by name."""
+    return {
+        "costs.json": costs.to_json(),
+        "prediction.json": prediction.to_json(),
+        "timeline.json": timeline_trace(costs.halves, played, costs.resident_bytes),
+    }
+
+
+def timeline_trace(halves: Sequence[CostGraph], timelines: Sequence[Timeline], resident: int = 0) -> str:
+    """JSON of a forward and a backward graph, one after the other.
+
+    Compute is in the track ``compute``, with the time that it waits for each collective as ``exposed``; collectives are
+    in that of their process group, with FQNs, bytes, and when they were issued and awaited. ``memory`` counts
+    ``resident`` bytes and what the graphs need.
+    """
+    channels = list(dict.fromkeys(span.kind.channel for timeline in timelines for span in timeline.spans))
+    tracks = ["compute", *(f"group {channel}" for channel in channels)]
+    events: list[dict[str, Any]] = [_named("process_name", 0, "predicted")]
+    events += [_named("thread_name", track, name) for track, name in enumerate(tracks)]
+    begin = 0.0
+    for direction, half, timeline in zip(("forward", "backward"), halves, timelines, strict=True):
+        for step, seconds in enumerate(half.seconds):
+            events.append(_complete(_COMPUTE, f"{direction} {step}", "compute", begin + timeline.starts[step], seconds))
+        for span in timeline.spans:
+            track = 1 + channels.index(span.kind.channel)
+            events += _of_span(track, span, begin)
+        for start, nbytes in zip(timeline.starts, timeline.memory, strict=True):
+            counted = {"bytes": resident + nbytes}
+            events.append({"ph": "C", "name": "memory", "pid": 0, "ts": _us(begin + start), "args": counted})
+        begin += timeline.seconds
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1) + "\n"
+
+
+def add_measured_tracks(predicted: str, runs: Sequence[GraphRun]) -> str:
+    """JSON of ``trace`` with what happened beside it, from when the first graph began: collectives in tracks of their
+    process groups, and in the track ``waits`` what was waited for each, as ``exposed``."""
+    content = json.loads(predicted)
+    events = [event for event in content["traceEvents"] if event["pid"] == 0]
+    groups = list(dict.fromkeys(one.group for run in runs for one in run.collectives))
+    tracks = ["waits", *(f"group {group}" for group in groups)]
+    events.append(_named("process_name", 0, "measured") | _MEASURED)
+    events += [_named("thread_name", track, name) | _MEASURED for track, name in enumerate(tracks)]
+    for run in runs:
+        begin = run.began_s - runs[0].began_s
+        for one in run.collectives:
+            name = _name(one.name, one.parameters)
+            track, start = 1 + groups.index(one.group), begin + one.started_s
+            about = {"parameters": list(one.parameters), "bytes": one.nbytes, "issued_us": _us(begin + one.issued_s)}
+            what = _KINDS.get(one.name.removesuffix("_coalesced"), "other")
+            took = _complete(track, name, what, start, one.finished_s - one.started_s)
+            events.append(took | _MEASURED | {"args": about})
+            if one.exposed_s:
+                wait = _complete(0, f"wait for {name}", "exposed", begin + one.awaited_s, one.exposed_s)
+                events.append(wait | _MEASURED)
+    return json.dumps(content | {"traceEvents": events}, indent=1) + "\n"
+
+
+_KINDS = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "reduce", "all_reduce": "all-reduce"}
+"""What predictions call these functional operators."""
+_MEASURED = {"pid": 1}
+"""In place of the process that predictions are in."""
+
+
+def _of_span(track: int, span: CollectiveSpan, begin: float) -> Iterator[dict[str, Any]]:
+    name = _name(span.what, span.fqns)
+    about = {
+        "parameters": list(span.fqns),
+        "bytes": span.nbytes,
+        "issued_us": _us(begin + span.issued),
+        "awaited_us": _us(begin + span.awaited),
+    }
+    yield _complete(track, name, span.what, begin + span.started, span.finished - span.started) | {"args": about}
+    if span.exposed:
+        yield _complete(_COMPUTE, f"wait for {name}", "exposed", begin + span.awaited, span.exposed)
+
+
+def _name(what: str, fqns: Sequence[str]) -> str:
+    first, more = " ".join((what, *fqns[:1])), len(fqns) - 1
+    return f"{first} and {more} more" if more > 0 else first
+
+
+def _complete(track: int, name: str, category: str, start: float, seconds: float) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": category, "pid": 0, "tid": track, "ts": _us(start), "dur": _us(seconds)}
+
+
+def _named(what: str, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": 0, "tid": track, "args": {"name": name}}
+
+
+def _us(seconds: float) -> float:
+    return 1e6 * seconds

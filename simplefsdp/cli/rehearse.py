@@ -1,0 +1,267 @@
+"""``simplefsdp rehearse``: time one rank of a cluster on this machine."""
+
+import argparse
+import dataclasses
+import gc
+import importlib
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from tqdm import tqdm
+
+from simplefsdp.calibration.calibrate import calibrated_profile
+from simplefsdp.compile.plan_step import SEARCHED_PLANS
+from simplefsdp.hardware.profile import NETWORKS, HardwareProfile, Network, flat, network
+from simplefsdp.models import llama
+from simplefsdp.rehearsal.group import world
+from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism
+from simplefsdp.rehearsal.timing import (
+    TimingResult,
+    TrainingRun,
+    Workload,
+    available_bytes,
+    estimated_step_bytes,
+    measure,
+)
+from simplefsdp.text.messages import unknown
+
+MODELS = {f"llama3-{name.lower()}": name for name in llama.CONFIGS}
+PLANS = ("auto", "greedy", "block", "none")
+AGAINST = ("auto", "greedy", "block", "fsdp2", "fsdp2-compile", "inductor", "ddp", "single")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, help=f"{', '.join(MODELS)}, or package.module:factory (tokens to logits)")
+    add("--ranks", type=int, required=True, help="of the whole world")
+    add("--rank", type=int, default=0, help="which of them to be")
+    add("--network", help=f"{', '.join(NETWORKS)}, or a JSON file")
+    add("--alpha", type=float, metavar="SECONDS", help="instead of --network: of every collective")
+    add("--bandwidth", type=float, metavar="BYTES_PER_S", help="with --alpha: of every rank")
+    add("--plan", default="block", help=", ".join(PLANS))
+    add("--against", default="", metavar="A,B", help="the same under " + ", ".join(AGAINST))
+    add("--seq", type=int, default=2048, help="tokens a sequence")
+    add("--batch", type=int, default=1, help="sequences a step")
+    add("--layers", type=int, help="how many blocks, instead of the model's own number")
+    add("--hybrid", action="store_true", help="shard inside a node, replicate over nodes")
+    add("--tp", type=int, default=1, help="neighbouring ranks that the model is tensor parallel over")
+    add("--keep-unsharded", action="store_true", help="reshard_after_forward=False")
+    add("--activation-checkpointing", default="none", choices=["none", "block", "selective"])
+    add("--dtype", choices=["bf16", "fp32"], help="of compute and gathers (default: bf16 on cuda, fp32 on cpu)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    add("--threads", type=int, default=1, help="of compute on cpu: leave a core to the network")
+    add("--multiprocessors", type=int, default=1, help="that a collective keeps busy on cuda (NCCL: 16)")
+    add("--steps", type=int, default=10, help="timed, on the network and on one that costs nothing")
+    add("--anyway", action="store_true", help="also if memory does not seem to suffice")
+    add("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Raises ``ValueError`` for what is wrong with the arguments, before anything is allocated."""
+    for name in ("ranks", "tp", "seq", "batch", "threads", "steps", "multiprocessors"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}: expected a positive number, found {getattr(args, name)}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: cuda, but torch sees no GPU here")
+    chosen = _network(args)
+    names = [_system("--plan", args.plan, PLANS), *(_system("--against", n, AGAINST) for n in _names(args.against))]
+    names = ["inductor" if name == "none" else name for name in names]
+    check_meshes(args, chosen.ranks_per_node)
+    build = model_factory(args)
+    torch.set_num_threads(args.threads)
+    torch._dynamo.config.recompile_limit = 64  # every system compiles the same forward
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    profile = None if SEARCHED_PLANS.isdisjoint(names) else calibrated_profile(torch.device(args.device), chosen)
+    with world(args.ranks, chosen, rank=args.rank, multiprocessors=args.multiprocessors) as here:
+        workload = _workload(args, build, chosen, profile)
+        for name in names if not args.anyway else ():
+            _check_that_it_fits(name, workload)
+        results, failed = [], {}
+        bar = tqdm(total=len(names) * (2 + 2 * args.steps), unit="step", file=sys.stderr)
+        for name in names:
+            bar.set_description(f"{name}: first step, compiles")
+            try:
+                results += _measure(TrainingRun(name, SYSTEMS[name], workload, here), chosen, args.steps, bar)
+            except Exception as error:  # of one of several systems: say so, and go on
+                if len(names) == 1:
+                    raise
+                failed[name] = f"{type(error).__name__}: {error}"
+            _free_memory()
+        bar.close()
+    if args.json:
+        arguments = {name: value for name, value in vars(args).items() if isinstance(value, str | int | float | None)}
+        found = {"arguments": arguments, "results": [asdict(result) for result in results], "failed": failed}
+        print(json.dumps(found, indent=2))
+    else:
+        print(_heading(args, chosen), "", table(results), sep="\n")
+        for name, words in failed.items():
+            print(f"\n{name} does not run: {words}")
+        late = {r.system: r.late_s for r in results if r.late_s > 0.05 * r.step_s}
+        if late:
+            times = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in late.items())
+            print(f"\nthis machine was too busy: data moved later than modelled, at worst {times}")
+
+
+def _measure(trial: TrainingRun, chosen: Network, steps: int, bar: tqdm) -> list[TimingResult]:
+    for _ in range(2):
+        trial.step(chosen)
+        bar.update()
+    bar.set_description(trial.name)
+    return measure([trial], chosen, steps, bar.update)
+
+
+def _free_memory() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def table(results: list[TimingResult]) -> str:
+    """Of results, in Markdown; times in milliseconds."""
+    columns = ["system", "step", "tokens/s a device", "MFU", "collectives", "communication", "exposed", "L1", "L2"]
+    rows = [[*columns, "peak, GiB", "first step, s"], ["---"] * (len(columns) + 2)]
+    for r in results:
+        step = f"{1e3 * r.step_s:.1f} ± {500 * (max(r.steps_s) - min(r.steps_s)):.1f}"
+        share = "-" if r.mfu is None else f"{r.mfu:.1%}"
+        seconds = (r.communication_s, r.exposed_s, r.l1_s, r.l2_s)
+        times = ["-" if s is None else f"{1e3 * s:.1f}" for s in seconds]
+        ends = [f"{r.peak_bytes / 2**30:.3f}", f"{r.first_step_s:.1f}"]
+        rows.append([r.system, step, f"{r.tokens_per_s:,.0f}", share, str(r.collectives), *times, *ends])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _heading(args: argparse.Namespace, chosen: Network) -> str:
+    device = torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, {args.threads} threads"
+    parallel = f", tensor parallel over {args.tp}" if args.tp > 1 else ""
+    return (
+        f"{args.model}, {args.batch} x {args.seq} tokens, as rank {args.rank} of {args.ranks} on {chosen.name}"
+        f"{parallel} ({device}, torch {torch.__version__}); times in ms, medians of {args.steps}\n"
+        "exposed: communication that the step waited for; L1: no schedule can be faster; L2: this one without losses"
+    )
+
+
+def _network(args: argparse.Namespace) -> Network:
+    if args.network is not None:
+        if args.alpha is not None or args.bandwidth is not None:
+            raise ValueError("--network: says alpha and bandwidth itself, leave out --alpha and --bandwidth")
+        return network(args.network)
+    if args.alpha is None or args.bandwidth is None:
+        raise ValueError("--network: missing (or both --alpha and --bandwidth)")
+    for name in ("alpha", "bandwidth"):
+        if not getattr(args, name) > 0:
+            raise ValueError(f"--{name}: expected a positive number, found {getattr(args, name)}")
+    return flat("as given", args.ranks, alpha_s=args.alpha, bandwidth_bytes_per_s=args.bandwidth)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _system(option: str, name: str, valid: tuple[str, ...]) -> str:
+    if name not in valid:
+        raise ValueError(f"{option}: " + unknown("system", name, valid))
+    return name
+
+
+def model_factory(args: argparse.Namespace) -> Callable[[], nn.Module]:
+    """What makes the model that ``args`` (``model``, ``layers``, ``seq``, ``activation_checkpointing``) name.
+
+    Raises:
+        ValueError: names the argument that is not valid.
+    """
+    if args.layers is not None and args.layers < 1:
+        raise ValueError(f"--layers: expected a positive number, found {args.layers}")
+    if args.model in MODELS:
+        config = llama.CONFIGS[MODELS[args.model]]
+        config = dataclasses.replace(
+            config,
+            layers=args.layers or config.layers,
+            max_seq_len=max(args.seq, 1024),
+            activation_checkpointing=args.activation_checkpointing,
+        )
+        return lambda: llama.Llama(config)
+    module, colon, name = args.model.partition(":")
+    if not colon:
+        raise ValueError("--model: " + unknown("model", args.model, MODELS) + ", or package.module:factory")
+    for option in ("layers", "activation_checkpointing"):
+        if getattr(args, option) not in (None, "none"):
+            raise ValueError(f"--{option.replace('_', '-')}: {args.model} has to see to that itself")
+    sys.path.insert(0, "")
+    try:
+        factory: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--model {args.model}: {error}") from error
+    return factory
+
+
+def check_meshes(args: argparse.Namespace, ranks_per_node: int) -> None:
+    """Raises ``ValueError`` if ``args`` (``ranks``, ``tp``, ``hybrid``) do not deal the ranks evenly."""
+    if args.hybrid and (args.ranks % ranks_per_node or args.ranks <= ranks_per_node):
+        raise ValueError(f"--hybrid: {args.ranks} ranks are not several nodes of {ranks_per_node}")
+    among = ranks_per_node if args.hybrid else args.ranks
+    if among % args.tp or (args.tp > 1 and args.tp >= among):
+        raise ValueError(f"--tp: {among} ranks{' of a node' * args.hybrid} are not several groups of {args.tp}")
+
+
+def meshes(args: argparse.Namespace, device: str, ranks_per_node: int) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Of data parallelism, and of tensor parallelism if there is any."""
+    nodes = args.ranks // ranks_per_node if args.hybrid else 1
+    dims = {"replicate": nodes, "shard": args.ranks // nodes // args.tp, "tp": args.tp}
+    wanted = ["replicate"] * args.hybrid + ["shard"] + ["tp"] * (args.tp > 1)
+    mesh = init_device_mesh(device, tuple(dims[name] for name in wanted), mesh_dim_names=tuple(wanted))
+    if args.tp == 1:
+        return mesh, None
+    return mesh["replicate", "shard"] if args.hybrid else mesh["shard"], mesh["tp"]
+
+
+def parallelized(model: Any, mesh: DeviceMesh | None) -> nn.Module:
+    """``model`` tensor parallel over ``mesh``, as its own method ``parallelize(mesh)`` does it.
+
+    Raises:
+        ValueError: it has none, or that refuses.
+    """
+    if mesh is None:
+        return model
+    if not hasattr(model, "parallelize"):
+        raise ValueError(f"--tp: {type(model).__name__} has no method parallelize(mesh)")
+    try:
+        model.parallelize(mesh)
+    except ValueError as error:
+        raise ValueError(f"--tp: {error}") from error
+    return model
+
+
+def _workload(
+    args: argparse.Namespace, build: Callable[[], nn.Module], chosen: Network, profile: HardwareProfile | None
+) -> Workload:
+    mesh, tp = meshes(args, args.device, chosen.ranks_per_node)
+    dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtype == "bf16" else MixedPrecisionPolicy()
+    with torch.device("meta"):
+        model = parallelized(build(), tp)
+    vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if vocab_size is None:
+        raise ValueError(f"--model {args.model}: its config has no vocab_size, so nothing is known about its tokens")
+    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    parallelism = Parallelism(mesh, policy, not args.keep_unsharded, profile)
+    return Workload(lambda: parallelized(build(), tp), args.batch, args.seq, vocab_size, device, parallelism, args.tp)
+
+
+def _check_that_it_fits(name: str, workload: Workload) -> None:
+    needed, free = estimated_step_bytes(workload, SYSTEMS[name]), available_bytes(workload.device)
+    if sum(needed.values()) > free:
+        parts = ", ".join(f"{what} {nbytes / 2**30:.2f}" for what, nbytes in needed.items())
+        raise ValueError(
+            f"{name}: needs about {sum(needed.values()) / 2**30:.2f} GiB ({parts}), {workload.device} has "
+            f"{free / 2**30:.2f} GiB free; try more --ranks, fewer --layers, a shorter --seq or "
+            "--activation-checkpointing block, or --anyway"
+        )

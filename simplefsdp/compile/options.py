@@ -1,0 +1,171 @@
+"""What ``torch.compile(..., backend="simplefsdp", options={...})`` understands: checked, and what is meant by it."""
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inductor_passes.torch_compat.inductor import NO_OTHER_REORDERING, inductor_options
+from simplefsdp.compile.plan_step import SEARCHED_PLANS, SearchRequest, device_memory_bytes, parse_bytes
+from simplefsdp.hardware.catalog import built_in, is_built_in, name_for
+from simplefsdp.hardware.profile import HardwareProfile, load_profile
+from simplefsdp.plan.bucket_plan import BucketPlan
+from simplefsdp.plan.grouping import BLOCK, GroupingRequest
+from simplefsdp.text.messages import unknown
+
+log = logging.getLogger("simplefsdp")
+
+PASS_SLOTS = (
+    "joint_custom_post_pass",
+    "custom_partitioner_fn",
+    "post_grad_custom_post_pass",
+    "_post_fusion_custom_pass",
+)
+"""Of Inductor's configuration, that the passes are in."""
+_PLANS = ("auto", "greedy", "block", "none")
+_LOWERINGS = ("inductor", "aot_eager")
+_CALIBRATE = "`torchrun ... -m simplefsdp calibrate` with as many ranks"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``torch.compile(..., backend="simplefsdp", options={...})`` understands."""
+
+    plan: "str | Path | GroupingRequest | BucketPlan" = "auto"
+    """``"block"``: one bucket per repeated block, one for what precedes the first and one for what follows the last,
+    gathered one bucket ahead and awaited one bucket later. ``"none"``: no buckets, nothing moved: TorchInductor as it
+    is. ``"auto"``: the shortest predicted step, and ``"greedy"``: the paper's auto-wrapping, both with ``profile`` or
+    with what ``simplefsdp calibrate`` measured here (on CPUs of one machine, under torchrun, it runs by itself once) or
+    what is built in for H100s and H200s; without any ``"auto"`` is ``"block"``. Or ``manual_plan([...])``, a
+    ``BucketPlan``, or the path of one's JSON, which ends in ``.json``."""
+    memory_budget: int | str | None = None
+    """Bytes, or as ``"60GiB"``, for a step's peak: parameters, gradients, two moments of an optimizer in float32, and
+    what the graphs hold. The peak is predicted to stay 3 % below. ``None``: a GPU's memory less 8 %, elsewhere no
+    limit."""
+    profile: HardwareProfile | str | Path | None = None
+    """Of the device and the network, the path of its JSON, or the name of one that is built in
+    (``"h200/h100-8-nodes"``). With one, what a plan is predicted to take is logged."""
+    report_dir: str | None = None
+    """Folder for the plan, the prediction and the graphs before and after each pass, as text, written by rank 0: while
+    compiling, or, where the compile cache has the graph, when it first runs. ``None``: what the environment variable
+    ``SIMPLEFSDP_REPORT_DIR`` names, if it is set."""
+    lower_with: str = "inductor"
+    """``"aot_eager"``: no decompositions and no fusion, the same collectives; for numerics work."""
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+    """Inductor configuration for this compilation only."""
+
+
+def parse_options(options: Mapping[str, Any] | None) -> Options:
+    """Check ``options`` and fill in defaults.
+
+    Raises:
+        ValueError: an unknown option, plan, lowering or Inductor option (with the nearest valid one).
+        TypeError: an option's value is of another type.
+    """
+    given = dict(options or {})
+    valid = [f.name for f in fields(Options)]
+    for name in given:
+        if name not in valid:
+            raise ValueError(unknown("option", name, valid))
+    given.setdefault("report_dir", os.environ.get("SIMPLEFSDP_REPORT_DIR") or None)
+    parsed = Options(**given)
+    _check_plan(parsed.plan)
+    _check_search(parsed)
+    if parsed.lower_with not in _LOWERINGS:
+        raise ValueError("option 'lower_with': " + unknown("lowering", parsed.lower_with, _LOWERINGS))
+    if parsed.report_dir is not None and not isinstance(parsed.report_dir, str | Path):
+        raise TypeError(f"option 'report_dir': expected a path, found {parsed.report_dir!r}")
+    if not isinstance(parsed.inductor, Mapping):
+        raise TypeError(f"option 'inductor': expected a dict of Inductor options, found {parsed.inductor!r}")
+    for name in parsed.inductor:
+        if name in PASS_SLOTS:
+            raise ValueError(f"option 'inductor': {name!r} is used by simplefsdp itself")
+        if name in NO_OTHER_REORDERING and parsed.plan != "none":
+            raise ValueError(f"option 'inductor': {name!r} would move what the plan has ordered; plan='none' allows it")
+        if name not in inductor_options():
+            raise ValueError("option 'inductor': " + unknown("Inductor option", name, inductor_options()))
+    return parsed
+
+
+def _check_plan(plan: Any) -> None:
+    if isinstance(plan, Path | GroupingRequest | BucketPlan) or (isinstance(plan, str) and plan.endswith(".json")):
+        return
+    if not isinstance(plan, str):
+        raise TypeError(f"option 'plan': expected a name, manual_plan([...]), a BucketPlan or a path, found {plan!r}")
+    if plan not in _PLANS:
+        raise ValueError(unknown("plan", plan, _PLANS))
+
+
+def _check_search(options: Options) -> None:
+    profile = options.profile
+    if profile is not None and not isinstance(profile, HardwareProfile | str | Path):
+        raise TypeError(f"option 'profile': expected a HardwareProfile, the path of one or a name, found {profile!r}")
+    if options.memory_budget is not None:
+        parse_bytes(options.memory_budget)
+        if options.plan not in SEARCHED_PLANS:
+            raise ValueError("option 'memory_budget': needs plan='auto' or 'greedy'")
+
+
+def profile_of(options: Options, device: torch.device | None) -> HardwareProfile | None:
+    """The one that is given, or where one is needed, what is measured here, or what is built in for this GPU.
+
+    ``device``: that of the sharded parameters, if there are any."""
+    profile = options.profile
+    if isinstance(profile, HardwareProfile):
+        return profile
+    if profile is None and options.plan in SEARCHED_PLANS and device is not None:
+        from simplefsdp.calibration.calibrate import cached_profile_path, measure_on_first_use  # imports this module
+
+        ranks = dist.get_world_size()
+        profile = cached_profile_path(device, ranks) or measure_on_first_use(device, ranks)
+        if profile is None and device.type == "cuda":
+            profile = name_for(torch.cuda.get_device_name(device), ranks)
+            if profile is not None:
+                _say_what_is_built_in(profile)
+    if profile is None:
+        return None
+    return built_in(profile) if isinstance(profile, str) and is_built_in(profile) else load_profile(profile)
+
+
+def requested(
+    options: Options, profile: HardwareProfile | None, device: torch.device | None
+) -> GroupingRequest | SearchRequest | BucketPlan | None:
+    plan, budget = options.plan, options.memory_budget
+    if isinstance(plan, GroupingRequest | BucketPlan):
+        return plan
+    if plan == "none":
+        return None
+    if plan in SEARCHED_PLANS:
+        if device is None:
+            return BLOCK  # of nothing
+        if profile is not None:
+            return SearchRequest(
+                str(plan), profile, None if budget is None else parse_bytes(budget), device_memory_bytes(device)
+            )
+    if plan == "greedy" or budget is not None:
+        asked = "'plan'='greedy'" if plan == "greedy" else "'memory_budget'"
+        raise ValueError(f"option {asked}: needs option 'profile', or {_CALIBRATE} before")
+    if plan == "auto":
+        _say_what_auto_is()
+    if plan in _PLANS:
+        return BLOCK
+    return BucketPlan.load(plan)
+
+
+@functools.cache
+def _say_what_is_built_in(name: str) -> None:
+    log.warning("profile %r is taken for this GPU and its network; %s measures them", name, _CALIBRATE)
+
+
+@functools.cache
+def _say_what_auto_is() -> None:
+    log.warning(
+        "plan='auto' means 'block' without option 'profile', or %s before; options={'plan': 'block'} silences this",
+        _CALIBRATE,
+    )

@@ -1,0 +1,174 @@
+"""Plans that are searched for: ``"auto"`` and ``"greedy"``, given a hardware profile."""
+
+import logging
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from inductor_passes.collectives import GraphParameter
+from inductor_passes.scheduling.keep_unsharded import choose_unsharded
+from inductor_passes.scheduling.replay import CostGraph, schedule_of
+from inductor_passes.scheduling.search import (
+    TIME_TOLERANCE,
+    buckets_of,
+    greedy_schedule,
+    least_memory_schedule,
+    search_schedule,
+)
+from simplefsdp.frontend.sharding import Reshard
+from simplefsdp.hardware.profile import HardwareProfile
+from simplefsdp.plan.bucket_plan import BucketPlan, GraphUses
+from simplefsdp.plan.grouping import BLOCK, Buckets, GroupingRequest, resolve_plan
+
+log = logging.getLogger("simplefsdp")
+
+SEARCHED_PLANS = frozenset({"auto", "greedy"})
+"""Names of plans that need a profile."""
+
+_OF_DEVICE = 92
+"""Percent of a device's memory that is planned with: the rest is for its context and for what is fragmented."""
+PLANNED_PERCENT = 97
+"""Percent of a memory budget that a peak is predicted to have at most: measured, it may be a little higher."""
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """What is asked of a planner."""
+
+    name: str
+    """``"auto"`` or ``"greedy"``."""
+    profile: HardwareProfile
+    budget: int | None
+    """Bytes: of the highest peak."""
+    device_bytes: int | None = None
+    """Of a GPU's memory: the limit where there is no budget."""
+
+
+def search_plan(
+    wanted: SearchRequest,
+    halves: Sequence[CostGraph],
+    resident: int,
+    block: Buckets,
+    uses: GraphUses,
+    parameters: tuple[tuple[str, tuple[int, ...]], ...],
+    kept: Iterable[str],
+) -> BucketPlan:
+    """The plan for a forward and a backward graph.
+
+    Args:
+        resident: bytes that a step holds all the time, of what is in no graph: the shards of the parameters that these
+            graphs use, and the optimizer's state.
+        block: buckets of the ``block`` plan, which ``auto`` must not be slower than.
+
+    Raises:
+        ValueError: the budget cannot be met; says what is the least. That a device is too small is a warning.
+    """
+    position = {fqn: i for i, (fqn, _) in enumerate(parameters)}
+    known = resolve_plan(BLOCK.prefetch, block, uses, parameters, kept)
+    limit = memory_limit(wanted, resident)
+    minima = [least_memory_schedule(half) for half in halves]
+    least = max(found.timeline.peak for found in minima)
+    if least > limit and wanted.budget is None:
+        log.warning(
+            "plan=%r: this step is predicted to need %d bytes of a device of %d; it is planned for the least memory",
+            wanted.name,
+            least + resident,
+            wanted.device_bytes,
+        )
+        limit = least
+    if least > limit:
+        needed = -(-100 * (least + resident) // PLANNED_PERCENT)
+        raise ValueError(
+            f"option 'memory_budget'={wanted.budget}: this step needs at least {needed} bytes, of which {resident} for "
+            f"shards and the optimizer's state, {100 - PLANNED_PERCENT} % as predictions err"
+        )
+    found = []
+    for half, gathers, lowest in zip(halves, (known.forward, known.backward), minima, strict=True):
+        by_rule = greedy_schedule(half, limit)
+        if wanted.name == "auto":
+            proposals = [schedule_of(half, gathers, known.reductions), by_rule.schedule]
+            best = search_schedule(half, limit, proposals, tolerance=TIME_TOLERANCE if wanted.budget is None else 0.0)
+            assert best is not None
+            found.append(best)
+        else:
+            found.append(by_rule if by_rule.timeline.peak <= limit else lowest)
+    (forward, _), (backward, reductions) = (
+        buckets_of(half, best.schedule, position) for half, best in zip(halves, found, strict=True)
+    )
+    return BucketPlan(forward, backward, reductions, tuple(kept), parameters)
+
+
+def reshard_decision(
+    chosen: Reshard, fqn: str, plan: GroupingRequest | SearchRequest | BucketPlan | None
+) -> bool | None:
+    """Whether a parameter is gathered again in backward; ``None``: as ``decided`` says."""
+    if chosen != "auto":
+        return chosen
+    if isinstance(plan, BucketPlan):
+        return fqn not in plan.keep_unsharded
+    return None if isinstance(plan, SearchRequest) and plan.name == "auto" else True
+
+
+def choose_unsharded_parameters(
+    wanted: SearchRequest, halves: Sequence[CostGraph], resident: int, undecided: Collection[str]
+) -> frozenset[str]:
+    """Which of the parameters that are left to the planner stay whole until backward.
+
+    Args:
+        halves: of graphs that gather all of these again.
+        resident: as in ``search``.
+        undecided: FQNs of these parameters.
+    """
+    forward, backward = halves
+    return choose_unsharded(forward, backward, undecided, memory_limit(wanted, resident))
+
+
+def with_reshard_decided(params: Mapping[int, GraphParameter], kept: Collection[str]) -> dict[int, GraphParameter]:
+    """``params`` where those that were left to the planner are resharded, unless they are ``kept``."""
+    return {
+        i: replace(param, reshard=param.fqn not in kept) if param.reshard is None else param
+        for i, param in params.items()
+    }
+
+
+def fits_memory(wanted: SearchRequest, halves: Sequence[CostGraph], resident: int) -> bool:
+    """Whether there is a plan for these graphs within the budget or the device."""
+    return max(least_memory_schedule(half).timeline.peak for half in halves) <= memory_limit(wanted, resident)
+
+
+def device_memory_bytes(device: torch.device) -> int | None:
+    """A GPU's memory; ``None``: what a process may use of this device is not known."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def memory_limit(wanted: object, resident: int) -> float:
+    """Bytes that are predicted at most, beside ``resident``."""
+    if not isinstance(wanted, SearchRequest):
+        return math.inf
+    if wanted.budget is not None:
+        return wanted.budget * PLANNED_PERCENT // 100 - resident
+    return math.inf if wanted.device_bytes is None else wanted.device_bytes * _OF_DEVICE // 100 - resident
+
+
+def parse_bytes(value: object) -> int:
+    """``60_000_000``, or ``"60GiB"``, ``"500 MB"``.
+
+    Raises:
+        ValueError: it is neither, or not positive.
+    """
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    number: float | None = None
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    elif isinstance(value, str):
+        digits = value.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+        unit = value.strip()[len(digits) :].strip().upper()
+        try:
+            number = float(digits) * units[unit]
+        except (ValueError, KeyError):
+            number = None
+    if number is None or not 1 <= number < math.inf:
+        raise ValueError(f"option 'memory_budget': expected bytes, as 60_000_000 or '60GiB', found {value!r}")
+    return int(number)

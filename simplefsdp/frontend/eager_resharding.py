@@ -1,0 +1,322 @@
+"""Eager: gather a weight where it is read, drop it when the module is done, gather it again in backward.
+
+[Note: calls]
+The calls of sharded modules form a stack. A weight is gathered at most once while the innermost call that read it
+lasts, and dropped when that call ends. What autograd has saved of it would keep it alive; so the outermost call
+installs hooks that save, in place of any view of a gathered weight, the parameter and the geometry of the view. In
+backward the first use gathers the weight again, the last use drops it: nothing else is computed again.
+
+All reads of a parameter in one outermost call share a stand-in, so that their gradients are summed before one
+reduction. Whether a collective is issued depends on the program alone, never on reference counts: ranks would diverge.
+
+Under torch.compile none of this runs; the passes see to the same.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from inductor_passes.torch_compat.autograd import (
+    after_backward,
+    dispatch_modes,
+    in_backward,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks,
+    temporarily_clear_interpreter_stack,
+    without_dispatch_modes,
+)
+from inductor_passes.torch_compat.dtensor import DTensorSpec
+from simplefsdp.frontend.sharding import Communication, ShardedParameter, all_gather, gather, unsharded_proxy
+
+_Key = tuple[int, bool, bool, int]
+
+
+@dataclass(eq=False)
+class _Outermost:
+    """What all calls inside one outermost call share."""
+
+    stands: dict[int, Tensor] = field(default_factory=dict)
+    """Stand-ins of the parameters read so far, by ``id``."""
+    weights: dict[int, "_RegatheredWeight"] = field(default_factory=dict)
+    """By ``id`` of the parameter."""
+    storages: dict[int, tuple[StorageWeakRef, "_RegatheredWeight", int]] = field(default_factory=dict)
+    """The gathered weights, by storage, and their version. The reference keeps the address from being used again."""
+    pack: Callable[[Tensor], Any] | None = None
+    """That of the hooks on saved tensors, if there are any of ours."""
+
+
+@dataclass(frozen=True, eq=False)
+class _GatheredWeight:
+    """A gathered weight."""
+
+    tensor: Tensor
+    fqn: str
+    version: int
+    storage: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, fqn: str) -> "_GatheredWeight":
+        return cls(tensor, fqn, _version(tensor), tensor.untyped_storage()._cdata)
+
+    def check_unchanged(self) -> None:
+        """Raise if it was changed in place: the shard would not change."""
+        if (_version(self.tensor), self.tensor.untyped_storage()._cdata) != (self.version, self.storage):
+            raise RuntimeError(CHANGED_WHILE_UNSHARDED.format(self.fqn))
+
+
+CHANGED_WHILE_UNSHARDED = (
+    "{}: was changed in place while it was whole; that is a gathered copy, and the change would be lost. Change the "
+    "shard, outside of forward and under torch.no_grad()"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _UnshardedWeight:
+    """A weight that ``module.unshard()`` gathered, and what it depends on."""
+
+    param: DTensor
+    full: _GatheredWeight
+    stand: Tensor | None
+    requires_grad: bool
+    versions: tuple[int, int]
+
+
+@dataclass(eq=False)
+class _Call:
+    outermost: _Outermost
+    gathered: dict[_Key, "_GatheredWeight"] = field(default_factory=dict)
+    ran_once: bool = True
+    """What ``once.runs`` was before it."""
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.held: dict[int, _UnshardedWeight] = {}
+        """Weights that ``module.unshard()`` gathered, by ``id`` of the parameter."""
+        self.stop_watching: Callable[[], None] = lambda: None
+
+
+_thread = _Thread()
+
+
+class _Once:
+    """Whether what is called now runs once, as far as is known: not in a checkpoint, whose backward would call it again
+    and must find the same, however parameters are set by then. Compiled code depends on it where it does."""
+
+    runs = True
+
+
+once = _Once()
+
+
+class _RegatheredWeight:
+    """A weight that is gathered again in backward."""
+
+    def __init__(self, param: DTensor, comm: Communication, fqn: str):
+        self.param, self.comm, self.fqn = param, comm, fqn
+        self.dtype = comm.param_dtype or param.dtype
+        self.versions = _versions(param)
+        self.saved = self.unused = 0
+        self.full: Tensor | None = None
+
+    def get(self) -> Tensor:
+        if _versions(self.param) != self.versions:
+            raise RuntimeError(
+                f"{self.fqn}: was changed between forward and backward, which needs the weight that forward used; "
+                "call backward before changing parameters"
+            )
+        full = self.full
+        if full is None:
+            with torch.no_grad():
+                full = all_gather(self.param._local_tensor, self.comm)
+            if not in_backward():  # somebody inspects the graph
+                return full
+            self.full, self.unused = full, self.saved
+            # A branch that backward does not take would keep it.
+            after_backward(self.drop)
+        self.unused -= 1
+        if self.unused == 0:
+            self.drop()
+        return full
+
+    def drop(self) -> None:
+        self.full = None
+
+
+@dataclass(frozen=True)
+class _SavedView:
+    """What is saved for backward in place of a view of a gathered weight."""
+
+    weight: _RegatheredWeight
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def get(self) -> Tensor:
+        return self.weight.get().as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True, eq=False)
+class _SavedDTensor:
+    """The same in place of a ``DTensor``, whose local tensor such a view is."""
+
+    local: _SavedView
+    spec: DTensorSpec
+
+    def get(self) -> DTensor:
+        return DTensor(self.local.get(), self.spec, requires_grad=False)
+
+
+@torch._dynamo.disable
+def enter(compiled: bool) -> _Call:
+    """Begin the call of a sharded module; ``compiled``: Dynamo sees what it calls."""
+    calls = _thread.calls
+    if calls:
+        call = _Call(calls[-1].outermost)
+    else:
+        call = _Call(_Outermost())
+        # Only the innermost hooks run, so the user's must not be covered, nor the compiler's.
+        if not (compiled or saved_tensors_hooks() is not None or in_backward()):
+            storages = call.outermost.storages
+            call.outermost.pack = lambda tensor: _pack(storages, tensor)
+            push_saved_tensors_hooks(call.outermost.pack, _unpack)
+    calls.append(call)
+    call.ran_once, once.runs = once.runs, not in_backward() and _only_ours(call.outermost)
+    return call
+
+
+def _only_ours(outermost: _Outermost) -> bool:
+    hooks = saved_tensors_hooks()
+    return hooks is None or hooks[0] is outermost.pack
+
+
+@torch._dynamo.disable
+def leave(call: _Call) -> None:
+    """End it, whether it returned or raised."""
+    _thread.calls.pop()
+    once.runs = call.ran_once
+    if not _thread.calls:
+        _drop_held()
+        if call.outermost.pack is not None:
+            pop_saved_tensors_hooks()
+        call.outermost.stands.clear()
+
+
+@torch._dynamo.disable
+def check_unchanged(call: _Call) -> None:
+    """Raise if a weight was changed in place during ``call``."""
+    for full in call.gathered.values():
+        full.check_unchanged()
+    if len(_thread.calls) == 1:
+        for held in _thread.held.values():
+            held.full.check_unchanged()
+
+
+@torch._dynamo.disable
+def read(param: DTensor, info: ShardedParameter, stand: Tensor | None) -> Tensor:
+    """The full weight inside a call, in backward or while held by ``unshard``; elsewhere ``param``, the shard.
+
+    ``stand``: where its gradient is to flow, if it is not to be reduced.
+    """
+    if (held := _thread.held.get(id(param))) is not None:
+        if held.stand is not stand or held.requires_grad != param.requires_grad or held.versions != _versions(param):
+            raise RuntimeError(f"{info.fqn}: was changed since unshard(); call unshard() after such changes")
+        return info.as_it_was(held.full.tensor)
+    # The backward of a checkpointed region may call any function of the user's, not only modules.
+    if not _thread.calls:
+        return info.as_it_was(_gather(param, info, _Outermost(), stand)) if in_backward() else param
+    # Selective checkpointing counts operators, under a mode of its own: what it recomputes must gather as its forward.
+    key = (id(param), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dispatch_modes())
+    for call in reversed(_thread.calls):
+        if key in call.gathered:
+            return info.as_it_was(call.gathered[key].tensor)
+    call = _thread.calls[-1]
+    full = _gather(param, info, call.outermost, stand)
+    call.gathered[key] = _GatheredWeight.of(full, info.fqn)
+    return info.as_it_was(full)
+
+
+def hold_unsharded(params: list[tuple[DTensor, ShardedParameter, Tensor | None]]) -> None:
+    """Gather weights and keep them until ``release``, the end of the next outermost call or an optimizer's step."""
+    outermost = _Outermost()
+    if not _thread.held:
+        # Fused and foreach optimizers do not change a shard's version.
+        _thread.stop_watching = register_optimizer_step_post_hook(lambda *_: _drop_held()).remove
+    with torch.inference_mode(False), torch.enable_grad():  # who uses them later may want gradients
+        for param, info, stand in params:
+            full = _GatheredWeight.of(_gather(param, info, outermost, stand), info.fqn)
+            _thread.held[id(param)] = _UnshardedWeight(param, full, stand, param.requires_grad, _versions(param))
+
+
+def release_unsharded(params: list[DTensor]) -> None:
+    released = [held for param in params if (held := _thread.held.pop(id(param), None))]
+    if not _thread.held:
+        _drop_held()
+    for held in released:
+        held.full.check_unchanged()
+
+
+def _drop_held() -> None:
+    _thread.held.clear()
+    _thread.stop_watching()
+    _thread.stop_watching = lambda: None
+
+
+@temporarily_clear_interpreter_stack()  # of torch.func: the weight is the same for all of its levels
+def _gather(param: DTensor, info: ShardedParameter, outermost: _Outermost, stand: Tensor | None) -> Tensor:
+    comm = info.communication
+    if not (torch.is_grad_enabled() and param.requires_grad):
+        full = all_gather(param._local_tensor, comm)
+    else:
+        if stand is None:
+            stand = outermost.stands.get(id(param))
+        if stand is None:
+            with without_dispatch_modes():  # selective checkpointing would count what its recomputation need not do
+                stand = outermost.stands[id(param)] = unsharded_proxy(param, comm)
+        full = gather(param, comm, stand)
+    storage = full.untyped_storage()
+    if comm.reshard_after_forward and storage._cdata != param._local_tensor.untyped_storage()._cdata:
+        again = outermost.weights.setdefault(id(param), _RegatheredWeight(param, comm, info.fqn))
+        outermost.storages[storage._cdata] = StorageWeakRef(storage), again, _version(full)
+    return full
+
+
+def _versions(param: DTensor) -> tuple[int, int]:
+    return param._version, param._local_tensor._version
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _pack(storages: dict[int, tuple[StorageWeakRef, _RegatheredWeight, int]], tensor: Tensor) -> Any:
+    if type(tensor) is DTensor:
+        local = _pack(storages, tensor._local_tensor)
+        return _SavedDTensor(local, tensor._spec) if isinstance(local, _SavedView) else tensor
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return tensor
+    _, weight, version = storages.get(tensor.untyped_storage()._cdata, (None, None, 0))
+    # A weight that was changed in place, or is seen as another type, could not be had back by gathering.
+    if (
+        weight is None
+        or tensor._version != version
+        or tensor.dtype is not weight.dtype
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
+        return tensor
+    weight.saved += 1
+    return _SavedView(weight, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+def _unpack(saved: Any) -> Tensor:
+    return saved.get() if isinstance(saved, _SavedView | _SavedDTensor) else saved

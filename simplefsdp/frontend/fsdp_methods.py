@@ -1,0 +1,101 @@
+"""What FSDP2's ``FSDPModule`` lets a training loop change between steps, under the same names."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from inductor_passes.torch_compat.dynamo import inside_torch_compile, skip_code
+from simplefsdp.frontend import eager_resharding as recompute
+from simplefsdp.frontend import gradient_accumulation as accumulation
+from simplefsdp.frontend.gradient_accumulation import sharded_attributes
+from simplefsdp.frontend.sharding import ShardedParameter
+
+
+class FSDPMethods:
+    """Methods of every sharded module. Each acts on all sharded parameters below the module, those of parts that were
+    sharded by calls of their own included."""
+
+    def unshard(self) -> None:
+        """Gather the weights now, and keep them whole until ``reshard()``, the end of the next call of a sharded module
+        or the next step of an optimizer.
+
+        Every rank must call it. Meanwhile reading an attribute (``model.output.weight``) gives the full weight, also
+        outside of a call; ``parameters()`` and ``state_dict()`` still give shards. Compiled code gathers by itself.
+        """
+        recompute.hold_unsharded([(each.param, each.info, each.stand) for each in sharded_attributes(self)])
+
+    def reshard(self) -> None:
+        """Drop the weights that ``unshard()`` gathered."""
+        recompute.release_unsharded([each.param for each in sharded_attributes(self)])
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
+        """Whether full weights are dropped after forward. Compiled code is compiled again for it."""
+        _check_outside("set_reshard_after_forward")
+        _change(self, reshard_after_forward=_check_bool("reshard_after_forward", reshard_after_forward))
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of all ranks' gradients by ``factor``, and no longer by the number of ranks.
+
+        Compiled code is compiled again for it.
+        """
+        _check_outside("set_gradient_divide_factor")
+        _change(self, divide_factor=check_divide_factor("factor", factor))
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether gradients are reduced in backward; ``False``: each rank adds up its own full ones, without
+        communication (gradient accumulation).
+
+        ``True`` comes before the last backward: that reduces what was added up until then, once, and adds it to
+        ``param.grad``. Compiled code does so in the buckets of its plan. If the last forward was done before, and in
+        eager, all is reduced together at the end of that backward, with nothing to hide under. An optimizer that steps
+        without that backward raises. (A checkpoint that is not compiled itself, around what ``torch.compile`` returned,
+        finds another graph in backward than in forward if this is called in between, and torch says so.)
+
+        Full gradients are kept in ``reduce_dtype``, apart from ``param.grad``: they take the memory of the whole
+        parameters. Code is compiled once for ``False``, and once for the last backward.
+        """
+        _check_outside("set_requires_gradient_sync")
+        _check_bool("requires_gradient_sync", requires_gradient_sync)
+        found = sharded_attributes(self)
+        recompute.release_unsharded([each.param for each in found])
+        if requires_gradient_sync:
+            accumulation.reduce_in_next_backward(found)
+        else:
+            accumulation.begin_accumulation(found)
+
+
+def _check_outside(method: str) -> None:
+    if inside_torch_compile():
+        raise RuntimeError(f"{method}() was called inside torch.compile; call it between calls of what is compiled")
+
+
+# Dynamo would trace them, and where it gives up run them by half.
+for _method in (
+    FSDPMethods.set_reshard_after_forward,
+    FSDPMethods.set_gradient_divide_factor,
+    FSDPMethods.set_requires_gradient_sync,
+):
+    skip_code(_method.__code__)
+
+
+def _change(root: FSDPMethods, **policy: Any) -> None:
+    changed: dict[int, ShardedParameter] = {}
+    for each in sharded_attributes(root):
+        if id(each.param) not in changed:
+            comm = each.info.communication._replace(**policy)
+            changed[id(each.param)] = replace(each.info, communication=comm)
+        each.params[each.name] = each.param.simple_fsdp_info = changed[id(each.param)]  # type: ignore[attr-defined]
+
+
+def _check_bool(option: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{option}: expected True or False, found {value!r}")
+    return value
+
+
+def check_divide_factor(option: str, factor: Any) -> float:
+    if isinstance(factor, bool) or not isinstance(factor, int | float):
+        raise TypeError(f"{option}: expected a number, found {factor!r}")
+    if not (math.isfinite(factor) and factor > 0):
+        raise ValueError(f"{option}: expected a positive number, found {factor!r}")
+    return float(factor)

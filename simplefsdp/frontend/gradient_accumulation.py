@@ -1,0 +1,196 @@
+"""Gradient accumulation: full gradients are added up on each rank, and reduced together when that ends.
+
+[Note: stands]
+A parameter whose gradients are to be added up has a *stand*: a leaf of the shape of its full weight, without the memory
+of one. What is read of the parameter takes the gradient there, eager and compiled, and autograd adds it up.
+
+The next backward ends it. Code that is compiled for this takes what has been added up as its own gradients come, and
+reduces both together, where a plan has it (``inductor_passes/accumulate.py``). In eager, and where forward ran before
+this was known, gradients come to the stands once more. Either way the first to come sees to it that at the end of that
+backward what is left is reduced together (also what this backward did not reach), and that all stands are taken away. A
+graph that was made before may hold a stand still; its backward is followed by a reduction of its own.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from inductor_passes.ops.accumulate import offer, received, restore, withdraw
+from inductor_passes.torch_compat.autograd import after_backward
+from inductor_passes.torch_compat.dtensor import dtensor
+from simplefsdp.frontend.sharding import ShardedParameter, all_reduce_max, reduce_coalesced, reduction_dtype
+
+
+@dataclass(frozen=True)
+class ShardedAttribute:
+    """A sharded parameter as an attribute of a module."""
+
+    name: str
+    param: DTensor
+    params: dict[str, ShardedParameter]
+    """All of the module's, by attribute name; so the stands, and those that are ending."""
+    stands: dict[str, Tensor]
+    ending: dict[str, Tensor]
+
+    @property
+    def info(self) -> ShardedParameter:
+        return self.params[self.name]
+
+    @property
+    def stand(self) -> Tensor | None:
+        return self.stands.get(self.name)
+
+
+def sharded_attributes(root: Any) -> list[ShardedAttribute]:
+    """Every sharded parameter below ``root``; a tied one as often as it is held."""
+    states: list[tuple[Any, Any]] = [
+        (module, state)
+        for module in cast(nn.Module, root).modules()
+        if (state := module.__dict__.get("_simple_fsdp")) is not None
+    ]
+    return [
+        ShardedAttribute(name, param, state.params, state.stands, state.ending)
+        for module, state in states
+        for name in state.params
+        if (param := module._parameters[name]) is not None
+    ]
+
+
+def begin_accumulation(found: list[ShardedAttribute]) -> None:
+    """Add up gradients from now on, to what was added up before and has not been reduced."""
+    stands: dict[int, Tensor] = {}
+    for each in found:
+        if each.stand is not None and (ending := _endings.pop(each.stand, None)) is not None:
+            ending.forget(each.stand)
+        each.ending.pop(each.name, None)
+        stands[id(each.param)] = each.stands[each.name] = stands.get(id(each.param), _stand(each))
+
+
+def reduce_in_next_backward(found: list[ShardedAttribute]) -> None:
+    """Reduce what was added up in the next backward that adds to it, and from then on in every backward."""
+    if ended := [each for each in found if each.stand is not None and each.stand not in _endings]:
+        _LastBackward(ended)
+
+
+def reduce_now(found: list[ShardedAttribute]) -> None:
+    """Reduce what was added up, and go on adding up. A collective: every rank must call it."""
+    _reduce(_once([(each, each.stand) for each in found if each.stand is not None]))
+
+
+class _LastBackward:
+    """The end of an accumulation, due with the next backward."""
+
+    def __init__(self, found: list[ShardedAttribute]):
+        self.found = [(each, stand) for each in found if (stand := each.stand) is not None]
+        self.hooks: dict[int, list[Any]] = {}
+        for each, stand in _once(self.found):
+            hooks = self.hooks[id(stand)] = []
+            if stand.requires_grad:  # called too where the gradient is None, as it has been taken
+                hooks.append(stand.register_post_accumulate_grad_hook(self._came))
+            if each.param.requires_grad:
+                offer(stand)
+                hooks.append(each.param.register_post_accumulate_grad_hook(functools.partial(_received, stand)))
+        self.optimizers = register_optimizer_step_pre_hook(self._refuse)
+        for each, stand in self.found:
+            _endings[stand] = self
+            if each.param.requires_grad:
+                each.ending[each.name] = stand
+
+    def forget(self, stand: Tensor) -> None:
+        """Leave out one that goes on."""
+        self.found = [member for member in self.found if member[1] is not stand]
+        for hook in self.hooks.pop(id(stand)):
+            hook.remove()
+        withdraw(stand)
+        if not self.found:
+            self.optimizers.remove()
+
+    def _came(self, _stand: Tensor) -> None:
+        after_backward(self._finish)  # each time: a backward that raises calls none of them
+
+    def _finish(self) -> None:
+        ended = _once(self.found)
+        for each, stand in self.found:
+            each.stands.pop(each.name, None)
+            each.ending.pop(each.name, None)
+            _endings.pop(stand, None)
+        for _, stand in ended:
+            self.forget(stand)
+        _reduce(ended)
+        for each, stand in ended:
+            if stand.requires_grad:
+                stand.register_post_accumulate_grad_hook(functools.partial(_reduce_late, each))
+
+    def _refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        steps = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for each, stand in self.found:
+            restore(stand)
+            if stand.grad is not None and id(each.param) in steps:
+                raise RuntimeError(
+                    f"{each.info.fqn}: its gradient was added up and never reduced; "
+                    "set_requires_gradient_sync(True) comes before the last backward, not after it"
+                )
+
+
+_endings: Any = WeakTensorKeyDictionary()
+"""By stand."""
+
+
+def _stand(each: ShardedAttribute) -> Tensor:
+    """A leaf of the shape of the full gradient, without its memory."""
+    if each.stand is not None:
+        return each.stand
+    comm = each.info.communication
+    dtype = reduction_dtype(comm, each.param.dtype) or comm.param_dtype or each.param.dtype
+    leaf = each.param._local_tensor.new_empty((), dtype=dtype, device=comm.device).expand(comm.shape)
+    return leaf.requires_grad_(dtype.is_floating_point or dtype.is_complex)
+
+
+def _once(members: list[tuple[ShardedAttribute, Tensor]]) -> list[tuple[ShardedAttribute, Tensor]]:
+    """Each stand by one of the attributes that hold its parameter."""
+    return list({id(stand): (each, stand) for each, stand in members}.values())
+
+
+def _reduce(members: list[tuple[ShardedAttribute, Tensor]]) -> None:
+    """Add the average over the ranks of what was added up on any of them to the parameters' gradients."""
+    _add_reduced([member for member, on_any in zip(members, _on_any_rank(members), strict=True) if on_any])
+
+
+def _add_reduced(members: list[tuple[ShardedAttribute, Tensor]]) -> None:
+    full = []
+    for each, stand in members:
+        whole, stand.grad = torch.zeros_like(stand) if stand.grad is None else stand.grad, None
+        full.append((whole, each.info.communication, each.param._local_tensor))
+    with torch.no_grad():
+        for (each, _), local in zip(members, reduce_coalesced(full), strict=True):
+            gradient = dtensor(local, each.param.device_mesh, each.info.placements, each.param.shape)
+            each.param.grad = gradient if each.param.grad is None else each.param.grad + gradient
+
+
+def _on_any_rank(members: list[tuple[ShardedAttribute, Tensor]]) -> list[bool]:
+    """Whether each has a gradient on any rank: whether it is reduced must not depend on this rank alone."""
+    found = [stand.grad is not None for _, stand in members]
+    communications = [each.info.communication for each, _ in members]
+    for groups in dict.fromkeys((comm.shard_group, comm.replica_group) for comm in communications):
+        alike = [i for i, comm in enumerate(communications) if (comm.shard_group, comm.replica_group) == groups]
+        bits = torch.tensor([found[i] for i in alike], dtype=torch.int32, device=members[alike[0]][1].device)
+        for group in groups:
+            if group is not None:
+                bits = all_reduce_max(bits, group)
+        for i, bit in zip(alike, bits.tolist(), strict=True):
+            found[i] = bool(bit)
+    return found
+
+
+def _received(stand: Tensor, _param: Tensor) -> None:
+    received(stand)
+
+
+def _reduce_late(each: ShardedAttribute, stand: Tensor) -> None:
+    _add_reduced([(each, stand)])

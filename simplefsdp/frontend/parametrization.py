@@ -1,0 +1,308 @@
+"""Modules whose parameters are shards to the outside and full weights to their own ``forward``.
+
+[Note: reading a parameter]
+A module that holds sharded parameters becomes an instance of a subclass that has a property for each of them.
+The parameters themselves stay in ``module._parameters`` under their own names, so ``state_dict``,
+``named_parameters``, optimizers and checkpoints see DTensors and nothing else. The property returns
+
+- inside a call of any sharded module, in backward, and while torch.compile traces: the full weight (one all-gather);
+- elsewhere: the shard, as an ordinary attribute would. Initialisation, ``repr`` or a read on rank 0 alone must not
+  communicate. (A parametrized weight, of ``torch.nn.utils.parametrize``, is the result of a call: reading it gathers.)
+
+Calls are counted per thread (see recompute.py).
+"""
+
+import copy
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from inductor_passes.torch_compat.dynamo import get_eval_frame_callback, skip_code
+from simplefsdp.frontend import eager_resharding as recompute
+from simplefsdp.frontend.fsdp_methods import FSDPMethods
+from simplefsdp.frontend.initialization import sharded_init
+from simplefsdp.frontend.sharding import ShardedParameter, shard, unshard
+
+
+@dataclass
+class ShardedModuleState:
+    """What a sharded module knows besides its class."""
+
+    params: dict[str, ShardedParameter] = field(default_factory=dict)
+    """By attribute name; empty where only modules below hold parameters."""
+    stands: dict[str, Tensor] = field(default_factory=dict)
+    """While gradients are not reduced: what collects the full gradient of a parameter, by attribute name."""
+    ending: dict[str, Tensor] = field(default_factory=dict)
+    """Those of the stands whose gradients are reduced in the next backward."""
+    cast_inputs: torch.dtype | None = None
+    """Dtype that floating-point arguments of ``forward`` are cast to."""
+    cast_output: torch.dtype | None = None
+    """Dtype that floating-point results of ``forward`` are cast to."""
+    children: tuple[int, ...] = ()
+    """``id`` of each child that is known to be sharded as far as it has to be."""
+
+
+class ShardedModule(nn.Module):
+    """Mixed into the class of every module at or above a sharded parameter."""
+
+    _simple_fsdp: ShardedModuleState
+
+    def __init_subclass__(cls, **kwargs):
+        # What a model's own class does with its subclasses (registries, required arguments) is not for this one.
+        pass
+
+    def __call__(self, *args, **kwargs):
+        return _call(self, super().__call__, args, kwargs)
+
+    def _apply(self, fn, recurse=True):
+        result = super()._apply(lambda tensor: _apply_where_it_is_kept(fn, tensor), recurse)
+        attach(self)
+        return result
+
+    def apply(self, fn):
+        # Its function may draw random numbers.
+        with sharded_init():
+            return super().apply(fn)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args, **kwargs):
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        for name, info in self._simple_fsdp.params.items():
+            value = state_dict.get(prefix + name)
+            param: Any = self._parameters[name]
+            whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta
+            if whole and param is not None and value.shape == param.shape:
+                kept_on = "cpu" if info.communication.device else param.device_mesh.device_type
+                device = kept_on if assign and param.is_meta else param.device
+                state_dict[prefix + name] = shard(value.to(device), param.device_mesh, info.placements)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        attach(self)
+
+    def register_parameter(self, name, param):
+        _check_replacement(self, name, param)
+        super().register_parameter(name, param)
+        if info := getattr(param, "simple_fsdp_info", None):  # tied to another one
+            self._simple_fsdp.params[name] = info
+        attach(self)
+
+    def __delattr__(self, name):
+        if info := self._simple_fsdp.params.get(name):
+            raise RuntimeError(
+                f"{info.fqn}: cannot be deleted after simple_fsdp() (does something register a parametrization, or "
+                "prune?); do it before, or assign None to be rid of the parameter"
+            )
+        super().__delattr__(name)
+
+    def __deepcopy__(self, memo):
+        memo[id(self)] = twin = object.__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin._simple_fsdp.ending.clear()  # its backward is not waited for
+        attach(twin)
+        return twin
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError(
+            f"a sharded {type(self).__name__} cannot be pickled, as process groups do not outlive their processes; "
+            "save model.state_dict() with torch.distributed.checkpoint (and copy with copy.deepcopy())"
+        )
+
+
+def _call(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    # While Dynamo traces, reads always gather; a stack would be a side effect inside a checkpointed region.
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    state: Any = module._simple_fsdp
+    if state.children != (children := tuple(map(id, module._modules.values()))):
+        _check_children(module)
+        state.children = children
+    # Not inside_torch_compile(): Dynamo would see a Python function called from here, and trace it.
+    compiled = module._compiled_call_impl is not None or callable(get_eval_frame_callback())
+    call = recompute.enter(compiled)
+    try:
+        result = function(*args, **kwargs)
+        recompute.check_unchanged(call)
+        return result
+    finally:
+        recompute.leave(call)
+
+
+# Otherwise Dynamo would take these frames for the top of the graph, and the call would not be on the stack where the
+# graph breaks further down: what runs between two graphs must still see that it is inside a call.
+for _function in (ShardedModule.__call__, _call):
+    skip_code(_function.__code__)
+
+
+def attach(module: nn.Module) -> None:
+    """Put what is known of its parameters on them, where the backend looks for it by a graph input's identity.
+
+    ``module.to()``, ``to_empty()`` and ``load_state_dict(assign=True)`` exchange parameters or what is on them.
+    """
+    state: Any = module._simple_fsdp
+    for name, info in state.params.items():
+        if isinstance(param := module._parameters.get(name), DTensor):
+            param.simple_fsdp_info = info
+            local = param._local_tensor
+            if info.communication.pinned and not (local.is_meta or local.is_pinned()):
+                param._local_tensor = local.pin_memory()
+
+
+def _apply_where_it_is_kept(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """``fn(tensor)``, on CPU if that is an offloaded shard or its gradient: ``module.to("cuda")`` moves the others."""
+    info: ShardedParameter | None = getattr(tensor, "simple_fsdp_info", None)
+    if info is not None:
+        offloaded = info.communication.device is not None
+    else:
+        offloaded = (
+            isinstance(tensor, DTensor) and tensor.device.type == "cpu" and tensor.device_mesh.device_type != "cpu"
+        )
+    result = fn(tensor)
+    return result.cpu() if offloaded and not result.is_meta else result
+
+
+@torch._dynamo.disable
+def _check_children(module: nn.Module) -> None:
+    """Raise if one was added after sharding and has parameters of its own: they would not be reduced."""
+    for name, child in module.named_children():
+        for fqn, param in child.named_parameters(prefix=name):
+            known = isinstance(param, DTensor) or getattr(param, "simple_fsdp_ignored", False)
+            if param.requires_grad and not known:
+                raise RuntimeError(
+                    f"{fqn}: a module added to a sharded {type(module).__name__} is not sharded, nor are its gradients "
+                    "reduced; add it before simple_fsdp()"
+                )
+
+
+def _check_replacement(module: ShardedModule, name: str, param: nn.Parameter | None) -> None:
+    """Raise unless ``param`` may become ``module``'s parameter ``name``."""
+    old = module._parameters.get(name)
+    info = module._simple_fsdp.params.get(name)
+    if param is None or (info is None and old is not None):
+        return
+    if info is None:
+        raise RuntimeError(
+            f"{name}: a parameter added to a sharded {type(module).__name__} would not be sharded, nor its gradient "
+            "reduced; add it before simple_fsdp()"
+        )
+    found = f"a {type(param).__name__} of shape {tuple(param.shape)}"
+    offloaded = info.communication.device is not None
+    if isinstance(param, DTensor):
+        here = not offloaded or param.device.type in ("cpu", "meta")
+        if param.placements == info.placements and tuple(param.shape) == info.shape and here:
+            return
+        found += f" placed as {param.placements}" + f" on {param.device.type}" * offloaded
+    raise RuntimeError(
+        f"{info.fqn}: {found} was assigned where simple_fsdp() had put a DTensor of shape {info.shape} placed as "
+        f"{info.placements}{' on cpu' * offloaded}. Copy the values into the shard (load_state_dict does), or assign "
+        "before simple_fsdp()"
+    )
+
+
+def _property(name: str) -> property:
+    def get(self):
+        param = self._parameters[name]
+        if not isinstance(param, DTensor):
+            return param  # None, or what torch.func.functional_call put there
+        state = self._simple_fsdp
+        # functional_call may put something computed from the parameter there.
+        info, stand = state.params[name], state.stands.get(name) if param.requires_grad and param.is_leaf else None
+        if torch.compiler.is_compiling():
+            return info.as_it_was(unshard(param, info.key, stand, name in state.ending and recompute.once.runs))
+        try:
+            return recompute.read(param, info, stand)
+        except AttributeError as error:
+            # nn.Module.__getattr__ would swallow it and return the shard.
+            raise RuntimeError(f"reading {name!r} failed: {error}") from error
+
+    # Where Dynamo cannot trace a forward it would try what that calls, and make a graph of a gather alone.
+    skip_code(get.__code__)
+    return property(get)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of ``module`` than ``forward`` read full weights when it is called from outside (``generate``,
+    ``encode``). Under ``torch.compile`` every method may. As ``torch.distributed.fsdp``'s function of this name.
+
+    Raises:
+        TypeError: ``module`` is not sharded.
+        AttributeError: it has no such method.
+    """
+    if not isinstance(module, ShardedModule):
+        raise TypeError(f"module: expected one that simple_fsdp() has sharded, found a {type(module).__name__}")
+    method = getattr(module, method_name)
+    if not isinstance(method, types.MethodType):
+        raise AttributeError(f"method_name: {method_name!r} is no method of {type(module).__name__}")
+
+    def inside_a_call(self, *args, **kwargs):
+        return _call(self, method.__func__.__get__(self), args, kwargs)
+
+    skip_code(inside_a_call.__code__)
+    setattr(module, method_name, types.MethodType(functools.wraps(method.__func__)(inside_a_call), module))
+
+
+def _casting(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # In forward and not in a hook: the casts are then part of the compiled graph.
+    @functools.wraps(forward)
+    def cast_and_forward(self, *args, **kwargs):
+        state = self._simple_fsdp
+        args, kwargs = _cast((args, kwargs), state.cast_inputs)
+        return _cast(forward(self, *args, **kwargs), state.cast_output)
+
+    return cast_and_forward
+
+
+def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return tree
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
+def _flat_weights(rnn: nn.RNNBase) -> list[Any]:
+    # nn.RNNBase keeps a list of its parameters, which would keep them whole.
+    return [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+
+
+_RNN: dict[str, Any] = {
+    "_flat_weights": property(_flat_weights, lambda _rnn, _weights: None),
+    "__getstate__": object.__getstate__,
+    "__setstate__": nn.Module.__setstate__,
+    "_update_flat_weights": lambda _rnn: None,
+    "flatten_parameters": lambda _rnn: None,
+}
+
+
+@functools.cache
+def _sharded_class(base: type[nn.Module], names: tuple[str, ...], casts: bool) -> type[nn.Module]:
+    # One class per (class, names) and nothing of the instance in it: instances with other policies share it, and
+    # torch.compile, which guards on the class, compiles a repeated block once.
+    namespace: dict[str, Any] = {name: _property(name) for name in names}
+    namespace |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    namespace["_simple_fsdp_base"] = base
+    if casts:
+        namespace["forward"] = _casting(base.forward)
+    if issubclass(base, nn.RNNBase):
+        namespace |= _RNN
+    # Controls last: a model's own method of such a name is the one that its code means.
+    return type(base.__name__, (ShardedModule, base, FSDPMethods), namespace)
+
+
+def parametrize(module: nn.Module, state: ShardedModuleState) -> None:
+    """Make reads of ``state.params`` gather while ``module``, or a sharded module above it, is called."""
+    casts = state.cast_inputs is not None or state.cast_output is not None
+    base = getattr(type(module), "_simple_fsdp_base", type(module))
+    module._simple_fsdp = state  # type: ignore[assignment]
+    own_forward = module.__dict__.get("forward")
+    if casts and own_forward is not None and not isinstance(module, ShardedModule):  # patched, as some libraries do
+        forward = _casting(lambda _self, *args, **kwargs: own_forward(*args, **kwargs))
+        module.__dict__["forward"] = types.MethodType(forward, module)
+        casts = False
+    if isinstance(module, nn.RNNBase):
+        for name in ("_flat_weights", "_flat_weight_refs"):
+            module.__dict__.pop(name, None)
+    module.__class__ = _sharded_class(base, tuple(state.params), casts)  # type: ignore[arg-type]
+    attach(module)

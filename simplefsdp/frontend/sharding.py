@@ -1,0 +1,418 @@
+"""A parameter as a shard: what is known about it, and the collectives that it causes.
+
+::
+
+    shard - [to device] - [pad] - cast - all_gather - wait - [slice] -> full weight     (forward, and again in backward)
+    full gradient - [add_up] - cast - [pad] - reduce_scatter - wait - [all_reduce - wait] - [slice] - cast - [to host]
+                  -> gradient
+
+Of a tensor-parallel parameter (a ``DTensor``) the local tensor is sharded, and what was gathered is put into a
+``DTensor`` again. A shard along another dim than 0 is moved to dim 0 and back. A replicated parameter is not gathered,
+and its gradient is all-reduced. The order of casts, reductions and divisions is FSDP2's (``foreach_all_gather`` and
+``foreach_reduce`` in ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``): both train to the same bits.
+"""
+
+import functools
+import math
+from ast import literal_eval
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.utils._pytree import tree_leaves
+
+from inductor_passes.ops.accumulate import ADD_UP
+from inductor_passes.ops.offload import TO_DEVICE, TO_HOST
+from inductor_passes.torch_compat.autograd import keep_gradient_dtype, temporarily_clear_interpreter_stack
+from inductor_passes.torch_compat.dtensor import (
+    REDUCES_IN_OWN_DTYPE,
+    DTensorSpec,
+    StridedShard,
+    concatenate_meshes,
+    dtensor,
+    to_local,
+)
+
+_c10d = torch.ops._c10d_functional
+
+
+class Group(NamedTuple):
+    """A process group, as functional collectives name it."""
+
+    name: str
+    ranks: int
+
+
+Reshard = bool | Literal["auto"]
+
+
+class Communication(NamedTuple):
+    """All that a parameter's collectives depend on; the same on every rank."""
+
+    shape: tuple[int, ...]
+    """Of what is sharded: the whole parameter, or of a tensor-parallel one this rank's part."""
+    dim: int | None
+    """Dim of the shards; ``None``: every rank holds the whole."""
+    shard_group: Group | None
+    """Ranks that hold different shards; gradients are reduced over them first (all-reduced if ``dim`` is ``None``)."""
+    replica_group: Group | None
+    """Ranks that hold the same shard; gradients are then all-reduced over them."""
+    param_dtype: torch.dtype | None = None
+    """Dtype of the gathered weight; ``None``: that of the shard."""
+    reduce_dtype: torch.dtype | None = None
+    """Dtype of the gradient reduction; ``None``: as ``reduced_in`` says."""
+    divide_factor: float | None = None
+    """What the sum of all ranks' gradients is divided by; ``None``: the number of ranks."""
+    reshard_after_forward: Reshard = True
+    """Whether the full weight is dropped after forward and gathered again in backward; ``"auto"``: unless a planner
+    keeps it."""
+    device: str | None = None
+    """Type of the device where it is gathered and its gradient reduced, if its shard is offloaded: kept on CPU."""
+    pinned: bool = False
+    """Whether an offloaded shard and its gradient are in pinned memory."""
+
+    @property
+    def groups(self) -> list[Group]:
+        """That gradients are reduced over, in this order."""
+        return [group for group in (self.shard_group, self.replica_group) if group is not None]
+
+    def encode(self) -> str:
+        """As text; ``decode`` reads it.
+
+        Of all kinds of values, Dynamo treats only strings as constants for good, and one comparison guards all fields.
+        """
+        return repr(tuple(str(value) if isinstance(value, torch.dtype) else value for value in _plain(self)))
+
+
+def _plain(value: Any) -> Any:
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+
+
+@functools.cache
+def decode(text: str) -> Communication:
+    shape, dim, shard_group, replica_group, param_dtype, reduce_dtype, *rest = literal_eval(text)
+    return Communication(
+        shape,
+        dim,
+        shard_group and Group(*shard_group),
+        replica_group and Group(*replica_group),
+        param_dtype and getattr(torch, param_dtype.removeprefix("torch.")),
+        reduce_dtype and getattr(torch, reduce_dtype.removeprefix("torch.")),
+        *rest,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedModel:
+    """A model given to ``simple_fsdp``, or a deep copy."""
+
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    """FQN and shape of the whole of each, in registration order."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedParameter:
+    """What is known of a sharded parameter."""
+
+    fqn: str
+    """Name in the model given to ``simple_fsdp``; the first one for a tied parameter."""
+    model: ShardedModel
+    communication: Communication
+    placements: tuple[Placement, ...]
+    """On the dimensions of its mesh."""
+    tensor_parallel: DTensorSpec | None = None
+    """Of the ``DTensor`` that it was before; ``None``: it was none."""
+    key: str = field(init=False)
+    """``communication`` as text."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", self.communication.encode())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self.communication.shape if self.tensor_parallel is None else tuple(self.tensor_parallel.shape)
+
+    def as_it_was(self, full: Tensor) -> Tensor:
+        """The weight that the module expects, of what was gathered."""
+        spec = self.tensor_parallel
+        if spec is None:
+            return full
+        return DTensor.from_local(
+            full, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
+
+
+class ReplacedByShard(Tensor):
+    """What a parameter becomes once it is sharded, for those who still hold it: an optimizer that was built before, a
+    plain list, a closure. They would never see a gradient, so every use is an error."""
+
+    __slots__ = ()
+    replaced_by: Any
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__repr__:
+            return super().__torch_function__(func, types, args, kwargs)
+        fqn = next(arg.replaced_by.simple_fsdp_info.fqn for arg in tree_leaves((args, kwargs)) if isinstance(arg, cls))
+        raise RuntimeError(
+            f"{fqn}: this is the parameter as it was before simple_fsdp(), which replaced it by a shard. Build "
+            "optimizers afterwards, on model.parameters(), and read parameters as attributes of their modules, not "
+            "from lists made before"
+        )
+
+
+class ReplacedParameter(ReplacedByShard, nn.Parameter):
+    __slots__ = ()
+
+
+class ReplacedDTensor(ReplacedByShard, DTensor):
+    __slots__ = ()
+
+
+def replace_parameter(param: nn.Parameter, local: DTensor, info: ShardedParameter) -> nn.Parameter:
+    """``local`` as the parameter that takes ``param``'s place, with the Python attributes that were set on it."""
+    sharded = nn.Parameter(local, requires_grad=param.requires_grad)
+    sharded.__dict__.update(param.__dict__)
+    sharded.simple_fsdp_info = info  # type: ignore[attr-defined]
+    param.__class__ = ReplacedDTensor if isinstance(param, DTensor) else ReplacedParameter  # type: ignore[assignment]
+    param.replaced_by = sharded  # type: ignore[attr-defined]
+    return sharded
+
+
+def shard(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    """This rank's part of ``whole``, as a ``DTensor`` of the same global shape.
+
+    Rows are dealt as ``torch.chunk`` does it: ``ceil(rows / ranks)`` to each rank, the last ones may hold
+    fewer or none. No communication: every rank must hold the same full values (as with FSDP2).
+    """
+    return dtensor(_part(whole, mesh, placements), mesh, placements, whole.shape)
+
+
+def shard_further(param: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    """The same for a tensor-parallel parameter whose part on this rank is sharded over another mesh."""
+    spec = param._spec
+    on_both = [
+        StridedShard(placement.dim, split_factor=split)
+        if isinstance(placement, Shard) and (split := _splits(spec, placement.dim)) > 1
+        else placement
+        for placement in placements
+    ]
+    local = _part(param._local_tensor, mesh, placements)
+    return dtensor(local, concatenate_meshes(mesh, spec.mesh), (*on_both, *spec.placements), param.shape)
+
+
+def to_offload_device(local: DTensor, pinned: bool) -> DTensor:
+    """The same on CPU, unless it is on ``meta``."""
+    if local.is_meta:
+        return local
+    there = local._local_tensor.cpu()
+    return dtensor(there.pin_memory() if pinned else there, local.device_mesh, local.placements, local.shape)
+
+
+def _splits(spec: DTensorSpec, dim: int) -> int:
+    """In how many parts ``dim`` is."""
+    sizes = zip(spec.placements, spec.mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if isinstance(placement, Shard) and placement.dim == dim)
+
+
+def _part(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
+    local = whole.detach()
+    # What is strided is dealt last, of what its rank of the other dimensions has.
+    for i in sorted(range(mesh.ndim), key=lambda i: isinstance(placements[i], StridedShard)):
+        if isinstance(placement := placements[i], Shard | StridedShard):
+            size = local.shape[placement.dim]
+            rows = -(-size // mesh.size(i))
+            start = min(mesh.get_local_rank(i) * rows, size)
+            local = local.narrow(placement.dim, start, min(rows, size - start))
+    # A copy: a view would keep the full weight's storage alive.
+    return local.clone(memory_format=torch.contiguous_format)
+
+
+def all_gather(local: Tensor, comm: Communication) -> Tensor:
+    """The full weight, in ``param_dtype``, from this rank's shard. Not differentiable."""
+    if 0 in comm.shape:
+        return local.new_empty(comm.shape, dtype=comm.param_dtype, device=comm.device)
+    if comm.device is not None:
+        local = TO_DEVICE(local, comm.device)
+    if comm.dim is None or comm.shard_group is None:
+        return local.view_as(local) if comm.param_dtype is None else local.to(comm.param_dtype)
+    ranks, rows = comm.shard_group.ranks, comm.shape[comm.dim]
+    local = _pad_rows(local.movedim(comm.dim, 0) if comm.dim else local, -(-rows // ranks))
+    if comm.param_dtype is not None:
+        local = local.to(comm.param_dtype)
+    parts = _as_real(local.contiguous())
+    full = _c10d.wait_tensor(_c10d.all_gather_into_tensor(parts, ranks, comm.shard_group.name))
+    full = torch.view_as_complex(full) if local.is_complex() else full
+    full = full if full.shape[0] == rows else full[:rows]
+    return full.movedim(0, comm.dim).contiguous() if comm.dim else full
+
+
+def reduction_dtype(comm: Communication, own: torch.dtype) -> torch.dtype | None:
+    """Dtype of the reduction for a parameter of dtype ``own``; ``None``: that of the gradient."""
+    return comm.reduce_dtype or (own if REDUCES_IN_OWN_DTYPE else None)
+
+
+def reduce(grad: Tensor, comm: Communication, local: Tensor) -> Tensor:
+    """The gradient of the shard ``local``, averaged over the ranks, from this rank's full one. Not differentiable."""
+    if 0 in comm.shape:
+        return torch.zeros_like(local)
+    rows, operators, postdivide = _rows(grad, comm, local)
+    for i, (group, operator) in enumerate(zip(comm.groups, operators, strict=True)):
+        if i == 0 and comm.dim is not None:
+            rows = _c10d.reduce_scatter_tensor(rows, operator, group.ranks, group.name)
+        else:
+            rows = _c10d.all_reduce(rows, operator, group.name)
+        rows = _c10d.wait_tensor(rows)
+    return _gradient(rows, postdivide, comm, local)
+
+
+def reduce_coalesced(full: list[tuple[Tensor, Communication, Tensor]]) -> list[Tensor]:
+    """``reduce`` of each (full gradient, communication, shard): the same bits, by one collective for all that go the
+    same way."""
+    results: list[Any] = [None if 0 not in comm.shape else torch.zeros_like(local) for _, comm, local in full]
+    ways: dict[Any, list[tuple[int, Tensor, float]]] = {}
+    for i, (grad, comm, local) in enumerate(full):
+        if results[i] is None:
+            rows, operators, postdivide = _rows(grad, comm, local)
+            way = comm.dim is None, tuple(zip(comm.groups, operators, strict=True)), rows.dtype
+            ways.setdefault(way, []).append((i, rows, postdivide))
+    for (whole, steps, _), members in ways.items():
+        parts = [rows for _, rows, _ in members]
+        for i, (group, operator) in enumerate(steps):
+            if i == 0 and not whole:
+                parts = _c10d.reduce_scatter_tensor_coalesced(parts, operator, group.ranks, group.name)
+            else:
+                parts = _c10d.all_reduce_coalesced(parts, operator, group.name)
+            parts = [_c10d.wait_tensor(part) for part in parts]
+        for (i, _, postdivide), part in zip(members, parts, strict=True):
+            _, comm, local = full[i]
+            results[i] = _gradient(part, postdivide, comm, local)
+    return results
+
+
+def _rows(grad: Tensor, comm: Communication, local: Tensor) -> tuple[Tensor, list[str], float]:
+    """What enters the first collective, the operator of each, and what to divide by after the last."""
+    if (dtype := reduction_dtype(comm, local.dtype)) is not None and not grad.is_complex():
+        grad = grad.to(dtype)
+    if (dim := comm.dim) is not None:
+        ranks = comm.groups[0].ranks
+        grad = _pad_rows(grad.movedim(dim, 0) if dim else grad, -(-grad.shape[dim] // ranks) * ranks)
+    rows = _as_real(grad.contiguous())
+    operators, predivide, postdivide = _division(rows.dtype, [group.ranks for group in comm.groups], comm.divide_factor)
+    return rows if predivide == 1 else rows / predivide, operators, postdivide
+
+
+def _gradient(rows: Tensor, postdivide: float, comm: Communication, local: Tensor) -> Tensor:
+    """The gradient of the shard ``local``, of what left the last collective."""
+    if postdivide != 1:
+        rows = rows / postdivide
+    rows = torch.view_as_complex(rows) if local.is_complex() else rows
+    if (dim := comm.dim) is not None:
+        rows = rows if rows.shape[0] == local.shape[dim] else rows[: local.shape[dim]]
+        rows = rows.movedim(0, dim).contiguous() if dim else rows
+    rows = rows.to(local.dtype)
+    return rows if comm.device is None else TO_HOST(rows, comm.pinned)
+
+
+def all_reduce_max(x: Tensor, group: Group) -> Tensor:
+    return _c10d.wait_tensor(_c10d.all_reduce(x, "max", group.name))
+
+
+class _Stand(torch.autograd.Function):
+    """Stands for the full weight in the autograd graph, without its memory; its gradient is reduced, once."""
+
+    @staticmethod
+    def forward(ctx, local, comm, adds_up):
+        ctx.comm, ctx.local, ctx.adds_up = comm, local.detach(), adds_up
+        keep_gradient_dtype(ctx)
+        return local.new_empty((), dtype=comm.param_dtype, device=comm.device).expand(comm.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.adds_up is not None:
+            grad = ADD_UP(grad, ctx.adds_up)
+        return _Reduce.apply(grad, ctx.comm, ctx.local), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    """``reduce``, and what a second derivative needs: the loss is a mean over the ranks, also of what it does with
+    gradients that are a mean over the ranks already, so the average has the gradient of a gather."""
+
+    @staticmethod
+    def forward(ctx, grad, comm, local):
+        ctx.comm = comm._replace(param_dtype=None if grad.dtype == local.dtype else grad.dtype)
+        return reduce(grad, comm, local)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return all_gather(grad, ctx.comm), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, _stand, local, comm):
+        keep_gradient_dtype(ctx)
+        return all_gather(local, comm)
+
+    @staticmethod
+    def backward(_ctx, grad):
+        return grad, None, None
+
+
+def unsharded_proxy(param: DTensor, comm: Communication, adds_up: Tensor | None = None) -> Tensor:
+    """What ``gather`` takes for all reads of a parameter whose gradients are to be summed and reduced together;
+    ``adds_up``: with what is offered for this (``inductor_passes/accumulate.py``)."""
+    return _Stand.apply(to_local(param), comm, adds_up)
+
+
+def gather(param: DTensor, comm: Communication, stand: Tensor) -> Tensor:
+    """The full weight of a sharded parameter, in ``param_dtype``; its gradient flows to ``stand``."""
+    return _Gather.apply(stand, to_local(param), comm)
+
+
+@torch.compiler.allow_in_graph
+def unshard(param: DTensor, key: str, stand: Tensor | None = None, ends: bool = False) -> Tensor:
+    """The full weight of a sharded parameter, in ``param_dtype``; its gradient returns averaged over the ranks, or
+    flows to ``stand``, as it is; if it ``ends``, it returns averaged with what has flowed there.
+
+    One node of Dynamo's graph, whatever torch's version makes of the functions inside. ``key``: the parameter's
+    ``Communication``, encoded.
+    """
+    comm = decode(key)
+    with temporarily_clear_interpreter_stack():
+        return gather(param, comm, unsharded_proxy(param, comm, stand) if stand is None or ends else stand)
+
+
+def _pad_rows(x: Tensor, rows: int) -> Tensor:
+    if x.shape[0] == rows:
+        return x
+    return nn.functional.pad(x, [0, 0] * (x.ndim - 1) + [0, rows - x.shape[0]])
+
+
+def _as_real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _division(dtype: torch.dtype, ranks: list[int], factor: float | None) -> tuple[list[str], float, float]:
+    """Reduction operators and what to divide by before and after them (FSDP2's ``_get_gradient_divide_factors``).
+
+    float32 and bfloat16 leave the division to the collectives where these divide by the number of ranks. Other types
+    (float16: against overflow and underflow) are divided by about sqrt(ranks) on each side of a sum.
+    """
+    total = math.prod(ranks)
+    if dtype in (torch.float32, torch.bfloat16):
+        if factor is None:  # NCCL's average may be wrong on one rank
+            return ["avg" if total > 1 else "sum"] * len(ranks), 1, 1
+        if factor == ranks[0] and total > 1:
+            return ["avg", "sum"][: len(ranks)], 1, 1
+        return ["sum"] * len(ranks), 1, factor
+    factor = total if factor is None else factor
+    before = 1
+    while factor % before == 0 and factor / before > before:
+        before *= 2
+    return ["sum"] * len(ranks), before, factor / before

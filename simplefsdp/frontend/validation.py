@@ -1,0 +1,235 @@
+"""What ``simple_fsdp`` refuses, before anything is changed and before any collective; and what compiling warns of."""
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+
+from inductor_passes.torch_compat.dtensor import concatenate_meshes
+from simplefsdp.frontend.parametrization import ShardedModule
+from simplefsdp.frontend.sharding import ShardedModel
+from simplefsdp.plan.bucket_plan import fqn_range
+from simplefsdp.text.messages import unknown
+
+log = logging.getLogger("simplefsdp")
+
+MODES = ("fully_shard", "hybrid_shard", "replicate")
+
+
+def check_types(
+    model: object, mesh: object, mp_policy: object, reshard_after_forward: object, offload_policy: object
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    if isinstance(model, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+        raise TypeError(
+            f"model: {type(model).__name__} has no forward of its own; pass the module that calls its members"
+        )
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh or None, found {type(mesh).__name__}")
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(
+            f"mp_policy: expected torch.distributed.fsdp.MixedPrecisionPolicy, found {type(mp_policy).__name__}"
+        )
+    if not isinstance(offload_policy, OffloadPolicy | None):
+        raise TypeError(
+            "offload_policy: expected torch.distributed.fsdp.CPUOffloadPolicy or None, found "
+            f"{offload_policy if isinstance(offload_policy, type) else type(offload_policy).__name__}"
+        )
+    if isinstance(reshard_after_forward, dict):
+        wrong = {k: v for k, v in reshard_after_forward.items() if not (isinstance(k, str) and _is_reshard(v))}
+        if wrong:
+            raise TypeError(f"reshard_after_forward: expected {{glob: True, False or 'auto'}}, found {wrong!r}")
+    elif isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        raise TypeError(
+            f"reshard_after_forward: {_RESHARD}, found {reshard_after_forward!r}; "
+            "gathering again from a smaller group is not supported. Use hybrid_shard on a mesh whose last dimension "
+            "has that size"
+        )
+    elif not _is_reshard(reshard_after_forward):
+        raise TypeError(f"reshard_after_forward: {_RESHARD}, found {reshard_after_forward!r}")
+
+
+_RESHARD = "expected True, False, 'auto' or {glob: one of them}"
+
+
+def _is_reshard(value: object) -> bool:
+    return isinstance(value, bool) or value == "auto"
+
+
+def check_mode(mode: str | None, mesh: DeviceMesh | None) -> str:
+    """The mode, from the mesh where it is ``None``."""
+    if mode is not None and mode not in MODES:
+        raise ValueError(unknown("mode", mode, MODES))
+    if mesh is None:
+        if mode == "hybrid_shard":
+            raise ValueError(
+                "mode 'hybrid_shard' needs a mesh of 2 dimensions, (replicate, shard), as in "
+                "init_device_mesh('cuda', (nodes, gpus), mesh_dim_names=('replicate', 'shard'))"
+            )
+        return mode or "fully_shard"
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"mesh: found {mesh.ndim} dimensions, expected 1 (fully_shard) or 2 (hybrid_shard); "
+            "pass the data-parallel sub-mesh, as in mesh['dp']"
+        )
+    mode = mode or MODES[mesh.ndim - 1]
+    needed = 2 if mode == "hybrid_shard" else 1
+    if mesh.ndim != needed:
+        raise ValueError(f"mesh: found {mesh.ndim} dimensions, mode {mode!r} needs {needed}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"mesh: rank {torch.distributed.get_rank()} is not part of {mesh}; call simple_fsdp only on its ranks"
+        )
+    return mode
+
+
+_DATA_PARALLEL = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+
+
+def check_modules(model: nn.Module) -> None:
+    """Raise if a module of ``model`` cannot be sharded, naming it and the reason."""
+    if isinstance(model, ShardedModule):
+        raise ValueError(
+            f"model: this {type(model).__name__} is sharded by simple_fsdp already, by itself or as a part; "
+            "call it once per module, and on parts before the whole"
+        )
+    params = {id(param) for param in model.parameters()}
+    for name, module in model.named_modules():
+        reason = _why_not(module) or _view_of(params, module)
+        if reason is not None:
+            raise ValueError(f"{name or 'model'} ({type(module).__name__}): {reason}")
+
+
+def _why_not(module: nn.Module) -> str | None:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "TorchScript modules cannot read gathered weights; pass the original module"
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        return "is compiled already; shard first, then compile"
+    if isinstance(module, _DATA_PARALLEL):
+        return "is data parallel already; pass the module inside, or leave it out"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if module.max_norm is not None:
+            return (
+                "max_norm changes the weight in forward, where it is a gathered copy; renormalise in the loop instead"
+            )
+        if module.sparse and module.weight.requires_grad:
+            return "sparse=True makes sparse gradients, which cannot be reduced; use sparse=False"
+    return None
+
+
+def _view_of(params: set[int], module: nn.Module) -> str | None:
+    for name, value in module.__dict__.items():
+        if isinstance(value, torch.Tensor) and id(value._base) in params:
+            return f"{name!r} is a view of a parameter, which would not see its gradient; make it in forward"
+    return None
+
+
+def check_parameter(fqn: str, param: nn.Parameter) -> None:
+    """Raise if ``param`` cannot be sharded, naming it and the reason."""
+    if isinstance(param, UninitializedParameter):
+        raise ValueError(f"{fqn}: has no shape yet; run the lazy module once before simple_fsdp()")
+    if type(param) not in (nn.Parameter, DTensor):
+        raise ValueError(
+            f"{fqn}: found a {type(param).__name__}, expected a plain torch.nn.Parameter; quantized and other "
+            "subclasses are not supported. Put it into ignored_params, or replace it before simple_fsdp()"
+        )
+    if param.layout is not torch.strided or param.is_quantized:
+        kind = param.dtype if param.is_quantized else param.layout
+        raise ValueError(f"{fqn}: found {kind}, expected a dense tensor; put it into ignored_params")
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ValueError(f"{fqn}: has gradient hooks, which its shard would lose; register them after simple_fsdp()")
+    if param.grad is not None:
+        raise ValueError(f"{fqn}: has a gradient, which its shard would lose; zero_grad(set_to_none=True) first")
+
+
+def check_dtensor(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
+    """Raise for a tensor-parallel parameter that cannot be sharded over ``mesh`` too."""
+    overlap = set(param.device_mesh.mesh_dim_names or ()) & set(mesh.mesh_dim_names or ())
+    if overlap or param.device_mesh == mesh:
+        what = f"dimension {min(overlap)!r}" if overlap else "the mesh"
+        raise ValueError(
+            f"{fqn}: is a DTensor over {what} that simple_fsdp is to shard over (its mesh: {param.device_mesh}, "
+            f"simple_fsdp's: {mesh}); pass the data-parallel part of the mesh"
+        )
+    try:
+        concatenate_meshes(mesh, param.device_mesh)
+    except (RuntimeError, TypeError) as error:  # the latter: a mesh without names
+        raise ValueError(
+            f"{fqn}: is a DTensor over {param.device_mesh}, which is no sibling of simple_fsdp's mesh, {mesh}; make "
+            "one mesh with named dimensions and use parts of it, as in mesh = init_device_mesh(device, (dp, tp), "
+            "mesh_dim_names=('dp', 'tp')), mesh['dp'] and mesh['tp']"
+        ) from error
+    if not all(isinstance(placement, Shard | Replicate) for placement in param.placements):
+        raise ValueError(f"{fqn}: is a DTensor placed as {param.placements}; expected shards or replicas")
+
+
+def check_device(fqn: str, param: nn.Parameter, mesh: DeviceMesh, offloads: bool) -> None:
+    if param.device.type not in (mesh.device_type, "meta", *(["cpu"] if offloads else [])):
+        raise ValueError(
+            f"{fqn}: found on device {param.device.type!r}, but mesh is on {mesh.device_type!r}; move the model "
+            f"there first (model.to({mesh.device_type!r})) or pass a mesh of its own device"
+        )
+
+
+def check_placement(fqn: str, param: nn.Parameter, found: Any) -> Shard | None:
+    """What ``shard_placement_fn`` returned for ``param``, with a dim that is not negative."""
+    if found is None:
+        return None
+    if type(found) is not Shard:  # subclasses lay out their shards in other ways
+        raise TypeError(f"shard_placement_fn: expected a Shard or None for {fqn}, found {found!r}")
+    if not -param.ndim <= found.dim < param.ndim:
+        raise ValueError(
+            f"shard_placement_fn: found {found!r} for {fqn}, which has {param.ndim} dims (shape {tuple(param.shape)})"
+        )
+    return Shard(found.dim % param.ndim)
+
+
+_graphs: weakref.WeakKeyDictionary[ShardedModel, list[frozenset[str]]] = weakref.WeakKeyDictionary()
+"""FQNs of the parameters of each graph of a model that has been compiled."""
+_warned: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
+
+
+def warn_of_split_buckets(model: ShardedModel, buckets: Iterable[Sequence[str]], here: frozenset[str]) -> None:
+    """Once for a model; ``here``: FQNs of its parameters in the graph that is being compiled."""
+    others = _graphs.setdefault(model, [])
+    for bucket in buckets:
+        part = [fqn for fqn in bucket if fqn in here]
+        for other in others:
+            apart = [fqn for fqn in bucket if fqn in other]
+            if part and apart and not set(part) & set(apart) and model not in _warned:
+                _warned.add(model)
+                log.warning(
+                    "a graph break splits the bucket of %s: %s and %s are in graphs of their own, gathered and reduced "
+                    "apart, and hidden by nothing in the other graph; TORCH_LOGS=graph_breaks says where it is",
+                    *map(fqn_range, (bucket, apart, part)),
+                )
+    if here not in others:
+        others.append(here)
+
+
+def warn_of_whole_parameters(example_inputs: Sequence[Any], some_are: bool) -> None:
+    """Their gradients would differ between the ranks."""
+    missed = [
+        tuple(value.shape)
+        for value in example_inputs
+        if isinstance(value, nn.Parameter) and value.requires_grad and not isinstance(value, DTensor)
+        if not getattr(value, "simple_fsdp_ignored", False)
+    ]
+    if missed and not some_are:
+        log.warning("no parameter of this graph is sharded; call simple_fsdp(model) before torch.compile")
+    elif missed:
+        log.warning(
+            "%d parameters of this graph are not sharded and their gradients not reduced (shapes %s); were they added "
+            "after simple_fsdp()? If that is meant, name them in ignored_params",
+            len(missed),
+            missed[:5],
+        )

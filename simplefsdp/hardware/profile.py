@@ -1,0 +1,361 @@
+"""What a cluster can do: its devices and its network, as data.
+
+A collective over N ranks on k nodes, m of them on the fullest, is taken for a ring, as in NCCL's own model
+(``src/graph/tuning.cc``)::
+
+    seconds = alpha + max(received / bandwidth inside a node, received / (m * bandwidth between nodes))
+    alpha   = alpha_s + step_s inside * (N - k) + step_s between * (k - 1)
+    received = bytes * (N - 1) / N
+
+``bytes`` are those of the whole tensor: the output of an all-gather, the input of a reduce-scatter. An all-reduce goes
+round twice: twice the steps and bytes. Between nodes each rank brings a network card, m rings use them side by side; in
+an all-to-all each card carries what its own rank receives from other nodes, ``bytes * (N - m) / N``.
+"""
+
+import json
+import math
+import os
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from simplefsdp.text.messages import unknown
+
+T = TypeVar("T")
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+"""Of collectives. ``"broadcast"`` stands for all that goes from or to one rank, and for barriers."""
+
+_ROUNDS = {"all_reduce": 2}
+
+
+@dataclass(frozen=True)
+class Link:
+    """One level of a network, for one kind of collective."""
+
+    bandwidth_bytes_per_s: float
+    """What one rank receives while it sends as much."""
+    alpha_s: float
+    """Of any collective, however small."""
+    step_s: float = 0.0
+    """More, for each step of the ring after the first rank."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """Ranks on nodes, in order: ranks 0 to ``ranks_per_node - 1`` on the first, and so on.
+
+    Raises:
+        ValueError: a number that is not positive (``step_s`` may be 0), or a kind of collective that is missing.
+    """
+
+    name: str
+    source: str
+    """Where the numbers are from."""
+    ranks_per_node: int
+    nodes: int
+    inside: Mapping[str, Link]
+    """By kind of collective, see ``KINDS``: between ranks of one node."""
+    between: Mapping[str, Link]
+    """Between nodes, per rank: its own network card, or its share of the node's."""
+
+    def __post_init__(self) -> None:
+        for name in ("ranks_per_node", "nodes"):
+            _positive(f"network {self.name}: {name}", getattr(self, name))
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"network {self.name}: {name}: expected a whole number, found {getattr(self, name)}")
+        for level, links in (("inside", self.inside), ("between", self.between)):
+            for kind in links:
+                if kind not in KINDS:
+                    raise ValueError(f"network {self.name}: {level}: unknown kind of collective {kind!r}")
+            for kind in KINDS:
+                if kind not in links:
+                    raise ValueError(f"network {self.name}: {level} has no {kind!r}")
+                where = f"network {self.name}: {level}[{kind!r}]"
+                _positive(f"{where}.bandwidth_bytes_per_s", links[kind].bandwidth_bytes_per_s)
+                _positive(f"{where}.alpha_s", links[kind].alpha_s)
+                if links[kind].step_s != 0:
+                    _positive(f"{where}.step_s", links[kind].step_s)
+
+    @property
+    def ranks(self) -> int:
+        return self.ranks_per_node * self.nodes
+
+    def seconds(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
+        """How long a collective over ``ranks`` (of the whole world) takes; ``nbytes`` of the whole tensor.
+
+        The whole tensor is the output of an all-gather, the input of a reduce-scatter.
+        """
+        return self.alpha_s(kind, ranks) + self.transfer_s(kind, ranks, nbytes)
+
+    def alpha_s(self, kind: str, ranks: Sequence[int]) -> float:
+        """Of ``seconds``, what does not depend on the number of bytes."""
+        inside, between, n, k, _ = self._levels(kind, ranks)
+        steps = (n - k) * inside.step_s + (k - 1) * between.step_s
+        return (between if k > 1 else inside).alpha_s + _ROUNDS.get(kind, 1) * steps
+
+    def transfer_s(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
+        """Of ``seconds``, what grows with the number of bytes."""
+        inside, between, n, k, m = self._levels(kind, ranks)
+        within = (n - 1) / n if m > 1 else 0.0
+        across = 0.0 if k == 1 else (n - m) / n if kind == "all_to_all" else (n - 1) / n / m
+        seconds_per_byte = max(within / inside.bandwidth_bytes_per_s, across / between.bandwidth_bytes_per_s)
+        return _ROUNDS.get(kind, 1) * nbytes * seconds_per_byte
+
+    def _levels(self, kind: str, ranks: Sequence[int]) -> tuple[Link, Link, int, int, int]:
+        on_node = Counter(rank // self.ranks_per_node for rank in ranks)
+        return self.inside[kind], self.between[kind], len(ranks), len(on_node), max(on_node.values())
+
+
+def flat(name: str, ranks: int, *, alpha_s: float, bandwidth_bytes_per_s: float, source: str = "as given") -> Network:
+    """A network on which all ranks are alike and alpha does not grow."""
+    links = _each(Link(bandwidth_bytes_per_s, alpha_s))
+    return Network(name, source, ranks_per_node=1, nodes=ranks, inside=links, between=links)
+
+
+def _each(link: Link, **others: Link) -> Mapping[str, Link]:
+    return {kind: others.get(kind, link) for kind in KINDS}
+
+
+def _positive(what: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{what}: expected a positive number, found {value!r}")
+
+
+def network(name: str) -> Network:
+    """A built-in network (see ``NETWORKS``), or one from a JSON file that ``save`` wrote.
+
+    Raises:
+        ValueError: neither, with the nearest names; or a field of the file that is not right.
+    """
+    if name in NETWORKS:
+        return NETWORKS[name]
+    if name.endswith(".json"):
+        return load(name)
+    raise ValueError(unknown("network", name, NETWORKS) + ", or a .json file")
+
+
+def save(thing: "Network | HardwareProfile", path: str | Path) -> None:
+    """Who reads ``path`` meanwhile finds what was there, or all of it."""
+    path = Path(path)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(asdict(thing), indent=2) + "\n")
+    unfinished.replace(path)
+
+
+def load(path: str | Path) -> Network:
+    """Raises ``ValueError`` with the path and the field that is missing, unknown or wrong."""
+    return _load(path, "network", _network)
+
+
+def _load(path: str | Path, what: str, make: Callable[[Any], T]) -> T:
+    try:
+        return make(json.loads(Path(path).read_text()))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{what} file {path}: {type(error).__name__}: {error}") from error
+
+
+def _parsed(made: type[T], found: Any, where: str, parsers: Mapping[str, Callable[[Any, str], Any]]) -> T:
+    """An instance of a dataclass: ``parsers`` for its fields, which are else text or numbers."""
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{where}: expected an object, found {found!r}")
+    known: Any = fields(made)  # type: ignore[arg-type]
+    names = [field.name for field in known]
+    for name in found:
+        if name not in names:
+            raise ValueError(f"{where}: " + unknown("field", name, names))
+    values = {}
+    for field in known:
+        if field.name in found:
+            values[field.name] = parsers.get(field.name, _plain)(found[field.name], f"{where}.{field.name}")
+        elif field.default is MISSING:
+            raise ValueError(f"{where}.{field.name}: missing")
+    return made(**values)
+
+
+def _plain(found: Any, where: str) -> Any:
+    is_text = where.endswith((".name", ".source"))
+    right = isinstance(found, str) if is_text else isinstance(found, int | float) and not isinstance(found, bool)
+    if not right:
+        raise ValueError(f"{where}: expected {'text' if is_text else 'a number'}, found {found!r}")
+    return found
+
+
+def _each_of(parse: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    def parsed(found: Any, where: str) -> Any:
+        if not isinstance(found, Mapping):
+            raise ValueError(f"{where}: expected an object, found {found!r}")
+        return {name: parse(value, f"{where}.{name}") for name, value in found.items()}
+
+    return parsed
+
+
+def _network(found: Any, where: str = "network") -> Network:
+    links = _each_of(lambda link, at: _parsed(Link, link, at, {}))
+    return _parsed(Network, found, where, {"inside": links, "between": links})
+
+
+def _nccl(name: str, nodes: int, source: str, inside: float, reducing: float, between: float, step: float) -> Network:
+    """Nodes of 8 GPUs under NCCL: bandwidths in GB/s, ``step`` between nodes in microseconds."""
+    ring = Link(inside * 1e9, 8.4e-6, 3.4e-6)
+    return Network(
+        name,
+        source,
+        ranks_per_node=8,
+        nodes=nodes,
+        inside=_each(ring, all_reduce=Link(reducing * 1e9, 8.4e-6, 3.4e-6)),
+        between=_each(Link(between * 1e9, 8.4e-6, step * 1e-6)),
+    )
+
+
+_H100 = """\
+Inside a node: NCCL 2.2x all-gather and reduce-scatter 350 to 362 GB/s on 8 H100 (NVIDIA/nccl#1281, #1047), all-reduce
+480 GB/s with NVLS (NVIDIA/nccl-tests#212; H200 the same, Azure/AI-benchmarking-guide). Between: 46 to 48 GB/s of a 400
+Gbit/s card (NVIDIA/nccl-tests#290); reduce-scatter of many nodes reached 345 to 260 GB/s a rank (NVIDIA/nccl#1229),
+where 8 cards here give 360. Latency: NCCL's constants for a ring with the simple protocol, 8.4 us, 3.4 us a step over
+NVLink and 14 us a step over the network (src/graph/tuning.cc, 2.28); single runs on 32 nodes showed more
+(NVIDIA/nccl#1218)."""
+
+_CLOUD = """\
+8 A100 a node, 100 Gbit/s a node: 10 GB/s of it on 2 nodes (NVIDIA/nccl#235; less on more nodes), shared by 8 ranks.
+Inside 230 GB/s (Azure/AI-benchmarking-guide, ND A100 v4 all-reduce). A step over the network 35 us, from 8-byte
+all-reduces of 2 to 8 nodes of that kind (630 us on 8)."""
+
+_SCALED = "made up for runs on CPU, where a step takes about as much longer as this network is slower"
+
+NETWORKS: Mapping[str, Network] = {
+    network.name: network
+    for network in (
+        _nccl("h100-1-node", 1, _H100, 360, 480, 45, 14),
+        _nccl("h100-8-nodes", 8, _H100, 360, 480, 45, 14),
+        _nccl("h100-16-nodes", 16, _H100, 360, 480, 45, 14),
+        _nccl("h100-64-nodes", 64, _H100, 360, 480, 45, 14),
+        _nccl("cloud-100g", 16, _CLOUD, 230, 230, 1.25, 35),
+        flat("cpu-latency", 64, alpha_s=200e-6, bandwidth_bytes_per_s=2e9, source=_SCALED),
+        flat("cpu-bandwidth", 8, alpha_s=50e-6, bandwidth_bytes_per_s=0.5e9, source=_SCALED),
+        flat("cpu-compute", 8, alpha_s=50e-6, bandwidth_bytes_per_s=4e9, source=_SCALED),
+        Network(
+            "cpu-hybrid",
+            _SCALED,
+            ranks_per_node=4,
+            nodes=4,
+            inside=_each(Link(2e9, 50e-6)),
+            between=_each(Link(0.25e9, 100e-6, 20e-6)),
+        ),
+    )
+}
+"""Built in; ``h100-*`` also stand for H200 nodes, whose NVLink is the same. ``source`` says where numbers are from."""
+
+
+Curve = tuple[tuple[float, float], ...]
+"""``(size, rate)`` by size; between them the rate changes with the logarithm of the size, beyond them not at all."""
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """What a device reaches, and the network between such devices.
+
+    Raises:
+        ValueError: a number that is not positive, a curve that is empty or not by size, or a dtype that torch has not.
+    """
+
+    name: str
+    source: str
+    """Where the numbers are from."""
+    matmul: Mapping[str, Curve]
+    """By dtype (``"bfloat16"``): operations per second of a matmul, by the number of its operations."""
+    attention: Mapping[str, Curve]
+    """The same of scaled dot product attention."""
+    memory: Curve
+    """Bytes per second of a kernel that reads and writes so many bytes."""
+    launch_s: float
+    """Of a kernel, whatever it does."""
+    collective_launch_s: float
+    """Compute time that issuing and awaiting a collective takes."""
+    contention: float
+    """Part of a collective's time that compute loses meanwhile: 0 where it has the device for itself."""
+    network: Network
+    collective_s_per_byte: float = 0.0
+    """Compute time that is lost, besides, for each byte of a collective: where it takes memory's time, as on CPU."""
+    parameter_s: float = 0.0
+    """Of a step, for each parameter, outside of its graphs: guards, gradients, the optimizer's calls. 0 where these are
+    done while the device computes."""
+
+    def __post_init__(self) -> None:
+        for name in ("matmul", "attention"):
+            curves = getattr(self, name)
+            if not isinstance(curves, Mapping) or not curves:
+                raise ValueError(
+                    f"profile {self.name}: {name}: expected a curve for each of some dtypes, found {curves!r}"
+                )
+            for dtype, curve in curves.items():
+                if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                    raise ValueError(f"profile {self.name}: {name}: no dtype of torch's: {dtype!r}")
+                _check_curve(f"profile {self.name}: {name}[{dtype!r}]", curve)
+        _check_curve(f"profile {self.name}: memory", self.memory)
+        _positive(f"profile {self.name}: launch_s", self.launch_s)
+        for name in ("collective_launch_s", "contention", "collective_s_per_byte", "parameter_s"):
+            if getattr(self, name) != 0:
+                _positive(f"profile {self.name}: {name}", getattr(self, name))
+        if self.contention >= 1:
+            raise ValueError(f"profile {self.name}: contention: expected a part, less than 1, found {self.contention}")
+
+    def compute_s(self, kind: str, dtype: torch.dtype, flops: float) -> float:
+        """Seconds of one ``"matmul"`` or ``"attention"`` of so many operations, without its launch.
+
+        A dtype that the profile has not counts as float32, and if that is missing as the first it has.
+        """
+        curves = getattr(self, kind)
+        name = str(dtype).removeprefix("torch.")
+        curve = curves.get(name) or curves.get("float32") or next(iter(curves.values()))
+        return flops / _rate(curve, flops)
+
+    def memory_s(self, nbytes: float) -> float:
+        """Seconds of a kernel that reads and writes so many bytes, without its launch."""
+        return nbytes / _rate(self.memory, nbytes)
+
+    def collective_s(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
+        """See ``Network.seconds``."""
+        return self.network.seconds(kind, ranks, nbytes)
+
+
+def load_profile(path: str | Path) -> HardwareProfile:
+    """What ``save`` wrote, edited or not.
+
+    Raises:
+        ValueError: names the path and the field that is missing, unknown or wrong.
+    """
+    return _load(path, "profile", _profile)
+
+
+def _profile(found: Any) -> HardwareProfile:
+    def curve(points: Any, where: str) -> Curve:
+        if not isinstance(points, Sequence) or not all(isinstance(p, Sequence) and len(p) == 2 for p in points):
+            raise ValueError(f"{where}: expected a list of [size, rate], found {points!r}")
+        return tuple((_plain(size, f"{where}.size"), _plain(rate, f"{where}.rate")) for size, rate in points)
+
+    parsers = {"matmul": _each_of(curve), "attention": _each_of(curve), "memory": curve, "network": _network}
+    return _parsed(HardwareProfile, found, "profile", parsers)
+
+
+def _rate(curve: Curve, size: float) -> float:
+    sizes = [point[0] for point in curve]
+    above = bisect_left(sizes, size)
+    if above == 0 or above == len(curve):
+        return curve[min(above, len(curve) - 1)][1]
+    (low, slow), (high, fast) = curve[above - 1], curve[above]
+    return slow + (fast - slow) * math.log(size / low) / math.log(high / low)
+
+
+def _check_curve(what: str, curve: Curve) -> None:
+    sizes = [size for size, _ in curve]
+    if not curve or sizes != sorted(set(sizes)):
+        raise ValueError(f"{what}: expected (size, rate) pairs by size, found {curve!r}")
+    for size, rate in curve:
+        _positive(f"{what}: size", size)
+        _positive(f"{what}: rate", rate)

@@ -1,0 +1,247 @@
+"""Bucket plans: which parameters share a collective, and when it is issued and awaited. Pure data over FQNs.
+
+A ``BucketPlan`` is exact, hashed, and saved as JSON; ``wrap.py`` makes one of what a user asks for.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from inductor_passes.order import Bucket
+from simplefsdp.text.messages import unknown
+
+_VERSION = 2
+_DIRECTIONS = ("forward", "backward", "reductions")
+_POINTS = ("issue", "all_reduce_after", "wait")
+
+
+class GraphUses(NamedTuple):
+    """What the graphs of a step do with the parameters, each in the order in which it happens: FQNs."""
+
+    forward: Sequence[str]
+    """Gathered parameters by their first use."""
+    backward: Sequence[str]
+    reductions: Sequence[str]
+    """Reduced parameters by when their full gradients are there."""
+    has_all_reduce: frozenset[str]
+    """Those whose reduce-scatter an all-reduce follows."""
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """What the passes carry out: every collective of a forward and a backward graph, and when. Buckets are in the
+    order in which they are issued; see ``Bucket`` for what issue and wait points mean."""
+
+    forward: tuple[Bucket, ...]
+    """Gathers of the forward graph."""
+    backward: tuple[Bucket, ...]
+    """Gathers of the backward graph."""
+    reductions: tuple[Bucket, ...]
+    """Of the backward graph: reduce-scatters, all-reduces, or both."""
+    keep_unsharded: tuple[str, ...]
+    """Parameters that stay whole from forward to backward."""
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    """FQN and shape of every parameter of the model, in registration order."""
+
+    @property
+    def hash(self) -> str:
+        """Of all that it says, but the order of ``parameters``; equal on every rank."""
+        return hashlib.sha256(self._json().encode()).hexdigest()[:16]
+
+    def collectives(self, uses: GraphUses) -> int:
+        """How many gathers and reductions it makes of those of graphs with these uses."""
+        return sum(
+            not there.isdisjoint(bucket.fqns)
+            for direction in _DIRECTIONS
+            for there in [set(getattr(uses, direction))]
+            for bucket in getattr(self, direction)
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, a line for each name, so that a ``diff`` shows what changed."""
+        Path(path).write_text(self.to_json())
+
+    def to_json(self) -> str:
+        text = json.dumps({"version": _VERSION, "hash": self.hash, **self._fields()}, indent=1)
+        return re.sub(r"\[[\s\d,]*\]", lambda sizes: "".join(sizes[0].split()).replace(",", ", "), text) + "\n"
+
+    @classmethod
+    def load(cls, path: str | Path) -> "BucketPlan":
+        """Read what ``save`` wrote, edited or not.
+
+        Raises:
+            ValueError: it is no JSON, of another version, or a field is missing or wrong; names the field.
+        """
+        return cls.from_json(Path(path).read_text(), str(path))
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "plan") -> "BucketPlan":
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON: {error}") from None
+        return _parsed(data, where)
+
+    def _json(self) -> str:
+        return json.dumps(self._fields(), sort_keys=True)
+
+    def _fields(self) -> dict[str, Any]:
+        def described(bucket: Bucket) -> dict[str, Any]:
+            points = {point: getattr(bucket, point) for point in _POINTS}
+            if bucket.all_reduce_after is None:
+                del points["all_reduce_after"]
+            return {"parameters": list(bucket.fqns), **points}
+
+        return {
+            "parameters": {fqn: list(shape) for fqn, shape in self.parameters},
+            "keep_unsharded": list(self.keep_unsharded),
+            **{direction: [described(bucket) for bucket in getattr(self, direction)] for direction in _DIRECTIONS},
+        }
+
+    def explain(self) -> str:
+        """The plan for people: a line for each bucket."""
+        numel = {fqn: math.prod(shape) for fqn, shape in self.parameters}
+        total = sum(numel.values())
+        lines = [
+            f"plan {self.hash}: {len(self.parameters)} parameters, {total:,} elements; {len(self.forward)} gathers in "
+            f"forward, {len(self.backward)} in backward, {len(self.reductions)} reductions; "
+            f"{len(self.keep_unsharded)} kept unsharded"
+        ]
+        for direction in _DIRECTIONS:
+            if getattr(self, direction):
+                lines.append(f"{direction}:")
+            for bucket in getattr(self, direction):
+                share = sum(numel[fqn] for fqn in bucket.fqns) / max(1, total)
+                points = _reduction_points(bucket) if direction == "reductions" else _gather_points(bucket)
+                lines.append(f"  {share:6.1%}  {fqn_range(bucket.fqns)}: {points}")
+        return "\n".join(lines)
+
+    def check_fits(self, parameters: Mapping[str, tuple[int, ...]], kept: Iterable[str], used: Collection[str]) -> None:
+        """Raise ``ValueError`` that lists every parameter of a model that is not as the plan has it.
+
+        Args:
+            parameters: FQN and shape of all parameters of the model.
+            kept: those that stay whole from forward to backward, of
+            used: those that the graph at hand uses.
+        """
+        planned = dict(self.parameters)
+        problems = [f"{fqn}: not in the plan" for fqn in parameters if fqn not in planned]
+        problems += [f"{fqn}: not in the model" for fqn in planned if fqn not in parameters]
+        problems += [
+            f"{fqn}: shape {planned[fqn]} in the plan, {shape} in the model"
+            for fqn, shape in parameters.items()
+            if fqn in planned and planned[fqn] != shape
+        ]
+        here = set(kept)
+        for fqn in parameters:
+            if fqn in planned and fqn in used and (fqn in here) != (fqn in self.keep_unsharded):
+                there = "kept unsharded" if fqn in self.keep_unsharded else "resharded"
+                problems.append(f"{fqn}: {there} after forward in the plan, not in the model (reshard_after_forward)")
+        if problems:
+            raise ValueError("plan: does not fit this model:\n  " + "\n  ".join(problems))
+
+    def check_order(self, uses: "GraphUses") -> None:
+        """Raise ``ValueError`` if a bucket is issued after it is needed or awaited before it is issued, in graphs with
+        these uses; it names the bucket."""
+        for direction in ("forward", "backward"):
+            place = {fqn: i for i, fqn in enumerate(getattr(uses, direction))}
+            for i, bucket in enumerate(getattr(self, direction)):
+                due = min((place[fqn] for fqn in bucket.fqns if fqn in place), default=len(place))
+                for point in ("issue", "wait"):
+                    fqn = getattr(bucket, point)
+                    if place.get(fqn, -1) > due:
+                        first = next(f for f in bucket.fqns if place.get(f) == due)
+                        raise ValueError(f"plan: {direction}[{i}].{point}: {fqn} is used after {first}, of this bucket")
+                if place.get(bucket.issue or "", -1) > place.get(bucket.wait or "", due):
+                    raise ValueError(
+                        f"plan: {direction}[{i}]: {bucket.issue}, its issue point, is used after its wait point"
+                    )
+        issued = {}
+        for i, bucket in enumerate(self.reductions):
+            issued.update(dict.fromkeys(bucket.fqns, i))
+        for i, bucket in enumerate(self.reductions):
+            points = [issued.get(fqn, len(issued)) for fqn in (bucket.all_reduce_after, bucket.wait) if fqn]
+            if points != sorted(points) or (points and points[0] < i):
+                raise ValueError(f"plan: reductions[{i}]: its points come before what they wait for")
+
+
+def fqn_range(fqns: Sequence[str]) -> str:
+    """The first and the last of a bucket, for people."""
+    return fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})"
+
+
+def _gather_points(bucket: Bucket) -> str:
+    if bucket.issue and bucket.issue == bucket.wait:
+        return f"issued and awaited before {bucket.wait} is used"
+    issue = f"before {bucket.issue} is used" if bucket.issue else "at the start"
+    return f"issued {issue}, awaited before {bucket.wait} is" if bucket.wait else f"issued {issue}, awaited at the end"
+
+
+def _reduction_points(bucket: Bucket) -> str:
+    def before(point: str | None) -> str:
+        if point in bucket.fqns:
+            return "at once"
+        return f"before that of {point}" if point else "at the end"
+
+    own = bucket.issue is None or bucket.issue in bucket.fqns
+    issue = "issued when complete" if own else f"issued when that of {bucket.issue} is there"
+    then = f", all-reduced {before(bucket.all_reduce_after)}" if bucket.all_reduce_after else ""
+    return f"{issue}{then}, awaited {before(bucket.wait)}"
+
+
+def _parsed(data: Any, where: str) -> BucketPlan:
+    def need(condition: bool, field: str, expected: str, found: Any) -> None:
+        if not condition:
+            raise ValueError(f"{where}: {field}: expected {expected}, found {found!r}")
+
+    need(isinstance(data, dict), "plan", "an object", data)
+    need(data.get("version") == _VERSION, "version", str(_VERSION), data.get("version"))
+    known = {"version", "hash", "parameters", "keep_unsharded", *_DIRECTIONS}
+    for field in data:
+        if field not in known:
+            raise ValueError(f"{where}: " + unknown("field", field, sorted(known)))
+    parameters = data.get("parameters")
+    need(isinstance(parameters, dict), "parameters", "an object of shapes", parameters)
+    for fqn, shape in parameters.items():
+        right = isinstance(shape, list) and all(isinstance(n, int) and n >= 0 for n in shape)
+        need(right, f"parameters.{fqn}", "a list of sizes", shape)
+
+    def fqns(found: Any, field: str) -> tuple[str, ...]:
+        need(isinstance(found, list), field, "a list of FQNs", found)
+        for fqn in found:
+            need(fqn in parameters, field, "FQNs of parameters", fqn)
+        need(len(set(found)) == len(found), field, "each FQN once", found)
+        return tuple(found)
+
+    def buckets(direction: str) -> tuple[Bucket, ...]:
+        found = data.get(direction)
+        need(isinstance(found, list), direction, "a list of buckets", found)
+        result = []
+        for i, bucket in enumerate(found):
+            field = f"{direction}[{i}]"
+            need(isinstance(bucket, dict), field, "an object", bucket)
+            for name in bucket:
+                if name not in ("parameters", *_POINTS):
+                    raise ValueError(f"{where}: {field}: " + unknown("field", name, ["parameters", *_POINTS]))
+            members = fqns(bucket.get("parameters"), f"{field}.parameters")
+            need(bool(members), f"{field}.parameters", "at least one FQN", [])
+            for point in _POINTS:
+                value = bucket.get(point)
+                need(value is None or value in parameters, f"{field}.{point}", "an FQN of a parameter, or null", value)
+            issue, wait, then = (bucket.get(point) for point in ("issue", "wait", "all_reduce_after"))
+            result.append(Bucket(members, issue, wait, then, i))
+        fqns([fqn for bucket in result for fqn in bucket.fqns], direction)
+        return tuple(result)
+
+    return BucketPlan(
+        forward=buckets("forward"),
+        backward=buckets("backward"),
+        reductions=buckets("reductions"),
+        keep_unsharded=fqns(data.get("keep_unsharded"), "keep_unsharded"),
+        parameters=tuple((fqn, tuple(shape)) for fqn, shape in parameters.items()),
+    )

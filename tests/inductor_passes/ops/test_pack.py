@@ -1,0 +1,86 @@
+"""Packing and unpacking move every value to where FSDP2 would have it."""
+
+from unittest import mock
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from inductor_passes.ops import pack as copies
+from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS, UNPACK_WEIGHTS
+
+SHAPE = st.lists(st.integers(0, 5), min_size=1, max_size=3)
+DTYPE = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8])
+
+
+def numbered(shape: list[int], start: int = 0) -> torch.Tensor:
+    return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+
+def turned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with the strides of a transposed tensor."""
+    return tensor.t().contiguous().t() if tensor.ndim == 2 else tensor
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(SHAPE, DTYPE, st.booleans()), min_size=1, max_size=5), st.integers(1, 4))
+def test_what_all_ranks_pack_is_unpacked_cast_and_padded(members, ranks):
+    shards = [
+        # of rank r: one row less than the first rank's, where there is one
+        [numbered([max(0, shape[0] - bool(rank)), *shape[1:]], 10 * rank) for shape, _, _ in members]
+        for rank in range(ranks)
+    ]
+    numels = [torch.Size(shape).numel() for shape, _, _ in members]
+    dtypes = [dtype for _, dtype, _ in members]
+    given_as = [
+        [turned(shard) if turn else shard for shard, (_, _, turn) in zip(of, members, strict=True)] for of in shards
+    ]
+    buffer = torch.cat([PACK_SHARDS(of, numels, dtypes) for of in given_as])
+    unpacked = UNPACK_WEIGHTS(buffer, ranks, numels, dtypes)
+    assert buffer.dtype is (dtypes[0] if len(set(dtypes)) == 1 else torch.uint8)
+    for i, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True)):
+        flat = [of[i].flatten().to(dtype) for of in shards]
+        padded = [torch.cat([each, each.new_zeros(numel - len(each))]) for each in flat]
+        torch.testing.assert_close(unpacked[i], torch.cat(padded), rtol=0, atol=0)
+        assert unpacked[i].data_ptr() % 16 == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(SHAPE, st.booleans()), min_size=1, max_size=5), st.integers(1, 4), st.booleans(), st.booleans()
+)
+def test_gradients_are_packed_as_fsdp2_does(members, ranks, cast, as_on_cuda):
+    gradients = [numbered(shape, 100 * i) for i, (shape, _) in enumerate(members)]
+    dtype = torch.float64 if cast else torch.float32
+    given_as = [turned(g) if turn else g for g, (_, turn) in zip(gradients, members, strict=True)]
+    one_kernel = as_on_cuda and not cast and all(gradient.numel() for gradient in gradients)
+    with mock.patch.object(copies, "_has_a_kernel", return_value=one_kernel):
+        packed = PACK_GRADIENTS(given_as, ranks, dtype)
+    there = [gradient for gradient in gradients if gradient.numel()]
+    expected = torch._chunk_cat(there, 0, ranks) if there else torch.empty(0)
+    torch.testing.assert_close(packed, expected.flatten().to(dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("on_cuda", "gradients", "buffer", "has"),
+    [
+        (True, [torch.float32, torch.float32], torch.float32, True),
+        (True, [torch.bfloat16, torch.bfloat16], torch.float32, True),
+        (True, [torch.bfloat16, torch.float32], torch.float32, False),
+        (True, [torch.float16], torch.float32, False),
+        (False, [torch.float32], torch.float32, False),
+    ],
+)
+def test_what_torch_packs_in_one_kernel(on_cuda, gradients, buffer, has):
+    given_as = [torch.empty(3, 2, dtype=dtype) for dtype in gradients]
+    into = mock.Mock(is_cuda=on_cuda, dtype=buffer)
+    assert copies._has_a_kernel(into, given_as) is has
+    assert not copies._has_a_kernel(into, [*given_as, given_as[0][:0]])
+
+
+def test_fake_tensors_have_the_shapes_of_real_ones():
+    x, only = torch.randn(4, 3), "test_faketensor"
+    torch.library.opcheck(PACK_SHARDS, ([x, x[:1]], [12, 6], [torch.float32, torch.bfloat16]), test_utils=only)
+    torch.library.opcheck(UNPACK_WEIGHTS, (torch.randn(36), 2, [12, 6], [torch.float32] * 2), test_utils=only)
+    torch.library.opcheck(PACK_GRADIENTS, ([x, x[:1]], 3, torch.float64), test_utils=only)

@@ -1,0 +1,231 @@
+"""Estimates of graphs, against the formulas worked out by hand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
+
+from inductor_passes.scheduling.cost_model import cost_graph_of, node_costs
+from inductor_passes.scheduling.replay import CostGraph
+from simplefsdp import simple_fsdp
+from tests.graphs import capture
+
+pytestmark = pytest.mark.usefixtures("one_of_four")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A profile with one number for everything; a matmul's operation takes a second, a byte a thousandth."""
+
+    launch_s: float = 0.0
+    collective_launch_s: float = 0.5
+    contention: float = 0.25
+    collective_s_per_byte: float = 0.125
+
+    def compute_s(self, kind: str, dtype: torch.dtype, flops: float) -> float:
+        assert dtype in (torch.float32, torch.bfloat16)
+        return flops * {"matmul": 1.0, "attention": 10.0}[kind]
+
+    def memory_s(self, nbytes: float) -> float:
+        return nbytes / 1000
+
+    def collective_s(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
+        assert list(ranks) == [0, 1, 2, 3]
+        return {"all_gather": 1.0, "reduce_scatter": 2.0, "all_reduce": 3.0}[kind] * (1 + nbytes / 100)
+
+
+class Gated(nn.Module):
+    """(rows, 8) to (rows, 8): two matmuls and what is fused between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.ones(16, 8))
+        self.down = nn.Parameter(torch.ones(8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = F.linear(x, self.up)
+        return F.linear(F.silu(wide) * wide, self.down)
+
+
+def halves(model: nn.Module, *inputs: Tensor, **options: Any) -> tuple[CostGraph, CostGraph]:
+    captured = capture(simple_fsdp(model, **options), *inputs)
+    given = {node.name for node in captured.forward.find_nodes(op="placeholder")}
+    return cost_graph_of(captured.forward, Rates(), given), cost_graph_of(captured.backward, Rates(), given)
+
+
+def test_matmuls_and_what_is_fused_between_them() -> None:
+    captured = capture(simple_fsdp(Gated()), torch.ones(4, 8))
+    cost = node_costs(captured.forward, Rates(launch_s=1000.0))
+    seconds = {node.target._overloadpacket.__name__: found for node, found in cost.seconds.items()}
+    # One kernel reads 4 x 16 and writes as many: silu, its parts and the product.
+    fused = 1000 + 2 * 4 * 16 * 4 / 1000
+    assert seconds == {"mm": pytest.approx(1000 + 2 * 4 * 8 * 16), "mul": pytest.approx(fused)}
+    assert [node.name for node in cost.stored if node.target is torch.ops.aten.mul.Tensor] == ["mul"]
+
+
+def test_a_matmul_of_little_takes_as_long_as_its_bytes() -> None:
+    @dataclass(frozen=True)
+    class FastMatmuls(Rates):
+        def compute_s(self, kind: str, dtype: torch.dtype, flops: float) -> float:
+            return 1e-9 * super().compute_s(kind, dtype, flops)
+
+    captured = capture(simple_fsdp(Gated()), torch.ones(4, 8))
+    first = next(
+        found for node, found in node_costs(captured.forward, FastMatmuls()).seconds.items() if node.name == "mm"
+    )
+    assert first == pytest.approx((4 * 8 + 16 * 8 + 4 * 16) * 4 / 1000)
+
+
+def test_gathers_and_reductions_of_both_halves() -> None:
+    forward, backward = halves(Gated(), torch.ones(4, 8, requires_grad=True))
+    assert [(g.fqn, g.nbytes) for g in forward.gathers] == [("up", 16 * 8 * 4), ("down", 8 * 16 * 4)]
+    assert forward.reductions == ()
+    assert [(r.fqn, r.nbytes, r.result) for r in backward.reductions] == [("down", 512, 128), ("up", 512, 128)]
+    assert [gather.fqn for gather in backward.gathers] == ["down", "up"]
+    up, down = forward.gathers
+    assert up.kind == down.kind
+    assert (up.kind.alpha_s, up.kind.seconds(100)) == pytest.approx((1.0, 2.0))
+    # Of the collective's own second a quarter, and of the hundredth for each byte, besides what each byte takes anyway.
+    found = up.kind.issue_s, up.kind.issue_s_per_byte, up.kind.copy_s_per_byte
+    assert found == pytest.approx((0.5 + 0.25, 0.25 * 0.01 + 0.125, 0.002))
+    assert (up.kind.shard, up.prepared) == (0.25, 0)
+    assert backward.reductions[0].kind.seconds(100) == pytest.approx(4.0)
+    # In its own step each weight is read for the last time.
+    assert [(g.first_use_slot, g.last_use_slot) for g in forward.gathers] == [
+        (up.first_use_slot, up.first_use_slot),
+        (down.first_use_slot, down.first_use_slot),
+    ]
+    assert up.first_use_slot < down.first_use_slot
+    assert sum(forward.seconds) == pytest.approx(2 * 1024 + 0.512)
+    flops = 4 * 1024
+    assert flops < sum(backward.seconds) < flops + 10
+
+
+def test_an_all_reduce_behind_a_reduce_scatter_moves_one_part_of_it() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    @dataclass(frozen=True)
+    class OfTwo(Rates):
+        def collective_s(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
+            assert list(ranks) == ([0, 1] if kind != "all_reduce" else [0, 2])
+            return 1 + nbytes / 100
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    captured = capture(simple_fsdp(Gated(), mesh), torch.ones(4, 8))
+    (kind,) = {reduction.kind for reduction in cost_graph_of(captured.backward, OfTwo()).reductions}
+    assert kind.seconds(200) == pytest.approx(3.0)
+    assert kind.all_reduce_after is not None
+    assert kind.all_reduce_after.seconds(200) == pytest.approx(2.0)
+    assert kind.channel != kind.all_reduce_after.channel
+
+
+def test_memory_is_that_of_what_kernels_store() -> None:
+    forward, backward = halves(Gated(), torch.ones(4, 8, requires_grad=True))
+    wide, out = 4 * 16 * 4, 4 * 8 * 4
+    # The first matmul's result and the product are kept for backward; the output stays.
+    assert forward.live_bytes_in_step[-2:] == (2 * wide, 2 * wide + out)
+    assert (forward.live_bytes_at_slot[0], forward.live_bytes_at_slot[-1]) == (0, 2 * wide + out)
+    # Backward starts with these and the gradient of the output, and ends with that of the input. While that of the
+    # wide one is computed, it, the product's gradient and the first matmul's result are there.
+    assert (backward.live_bytes_at_slot[0], backward.live_bytes_at_slot[-1]) == (2 * wide + out, out)
+    assert 3 * wide in backward.live_bytes_in_step
+
+
+def test_weights_that_are_kept_outlive_forward_and_are_not_gathered_again() -> None:
+    forward, backward = halves(Gated(), torch.ones(4, 8, requires_grad=True), reshard_after_forward=False)
+    steps = len(forward.seconds)
+    assert [gather.last_use_slot for gather in forward.gathers] == [steps, steps]
+    assert backward.gathers == ()
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = F.linear(x, self.weight)
+        return F.scaled_dot_product_attention(q, q, q)
+
+
+def test_attention_is_on_a_curve_of_its_own() -> None:
+    forward, backward = halves(Attends(), torch.ones(1, 2, 4, 8))
+    attention = 2 * 2 * (2 * 4 * 4 * 8)  # two batched matmuls for two heads
+    assert sum(forward.seconds) == pytest.approx(2 * 8 * 8 * 8 + 10 * attention, rel=0.01)
+    assert sum(backward.seconds) > 2 * 10 * attention
+
+
+class Talks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = all_reduce(F.linear(x, self.weight), "sum", [0, 1, 2, 3])
+        return F.linear(found, self.weight) * found
+
+
+def test_collectives_that_are_no_parameters_take_their_time_and_memory() -> None:
+    forward, backward = halves(Talks(), torch.ones(4, 8, requires_grad=True))
+    nbytes = 4 * 8 * 4
+    collective = 0.5 + 3.0 * (1 + nbytes / 100)
+    product = 3 * nbytes / 1000
+    assert sum(forward.seconds) == pytest.approx(2 * 2 * 4 * 8 * 8 + collective + product)
+    assert sum(backward.seconds) > 4 * 2 * 4 * 8 * 8 + collective
+    # What was reduced is there until the product is, and saved for backward with the second matmul's result.
+    assert forward.live_bytes_at_slot[-1] == 3 * nbytes
+    assert [gather.fqn for gather in forward.gathers] == ["weight"]
+
+
+class TalksBetween(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x + 1
+        return F.linear(all_reduce(wide, "sum", [0, 1, 2, 3]) * 2 + wide, self.weight)
+
+
+def test_what_is_before_and_behind_a_collective_of_the_models_own_is_not_one_kernel() -> None:
+    forward, _ = halves(TalksBetween(), torch.ones(4, 8, requires_grad=True))
+    nbytes = 4 * 8 * 4
+    before, collective, behind = 2 * nbytes / 1000, 0.5 + 3.0 * (1 + nbytes / 100), 3 * nbytes / 1000
+    assert forward.seconds == pytest.approx((before + collective + behind, 2 * 4 * 8 * 8))
+
+
+def test_rows_that_do_not_divide_give_every_rank_the_same() -> None:
+    from tests.ranks import fake_group
+
+    found = []
+    for rank in (0, 3):
+        torch.distributed.destroy_process_group()
+        with fake_group(4, rank):
+            torch.manual_seed(0)
+            found.append(halves(nn.Linear(6, 5), torch.ones(4, 6)))
+        torch.distributed.init_process_group("fake", rank=0, world_size=4)
+    assert found[0] == found[1]
+    # Two rows of six are gathered from each rank, and two numbers of the bias; some ranks have to pad.
+    assert {gather.fqn: gather.prepared for gather in found[0][0].gathers} == {"weight": 2 * 6 * 4, "bias": 2 * 4}
+
+
+def test_what_is_cast_to_be_gathered_is_there_until_it_is() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    forward, _ = halves(Attends(), torch.ones(1, 2, 4, 8, dtype=torch.bfloat16), mp_policy=policy)
+    (gather,) = forward.gathers
+    assert (gather.nbytes, gather.prepared) == (8 * 8 * 2, 8 * 8 * 2 // 4)
+
+
+def test_lengths_that_are_not_fixed_count_as_the_first_and_set_no_guard() -> None:
+    inputs = torch.ones(1, 2, 4, 8, requires_grad=True)
+    fixed = halves(Attends(), inputs)
+    torch._dynamo.mark_dynamic(inputs, 2)  # an error if a guard fixes it
+    found = halves(Attends(), inputs)
+    assert found == fixed
+    assert all(type(number) in (int, float) for half in found for number in (*half.seconds, *half.live_bytes_in_step))

@@ -1,0 +1,290 @@
+"""Predicted times and memory of schedules, against ones worked out by hand."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from inductor_passes.order import Bucket, OrderItem, order
+from inductor_passes.scheduling.replay import (
+    CollectiveKind,
+    CollectiveSpan,
+    CostGraph,
+    Gather,
+    Reduction,
+    Replay,
+    Schedule,
+    ScheduledBucket,
+    Timeline,
+    lower_bound,
+    replay,
+    schedule_of,
+)
+from inductor_passes.scheduling.search import least_memory_schedule
+from tests.inductor_passes.scheduling.chains import halves
+
+SLOW = CollectiveKind("shard", alpha_s=1.0, s_per_byte=0.1)
+"""A collective of 10 bytes takes 2 seconds."""
+
+
+def forward(kind: CollectiveKind = SLOW) -> CostGraph:
+    """Three steps of 3 seconds; each reads a weight of 10 bytes, and the last the first one too."""
+    gathers = (Gather("a", kind, 10, 0, 2), Gather("b", kind, 10, 1, 1), Gather("c", kind, 10, 2, 3))
+    return CostGraph((3.0, 3.0, 3.0), (100, 200, 300), (50, 60, 70, 80), gathers, ())
+
+
+def backward(kind: CollectiveKind = SLOW) -> CostGraph:
+    """Three steps of 3 seconds; each makes a gradient of 10 bytes, whose shard has 1."""
+    reductions = tuple(Reduction(fqn, kind, 10, i + 1, 1) for i, fqn in enumerate("cba"))
+    return CostGraph((3.0, 3.0, 3.0), (0, 0, 0), (0, 0, 0, 0), (), reductions)
+
+
+def test_what_is_awaited_where_it_is_issued_is_exposed() -> None:
+    timeline = least_memory_schedule(forward()).timeline
+    assert (timeline.seconds, timeline.exposed) == pytest.approx((15.0, 6.0))
+    assert timeline.starts == pytest.approx((2.0, 7.0, 12.0, 15.0))
+    # Weights: a all the time, b in its own step, c in its own and afterwards.
+    assert timeline.memory == (100 + 10, 200 + 20, 300 + 20, 80 + 10)
+    assert timeline.peak == 320
+
+
+def test_a_gather_that_is_issued_ahead_is_hidden_and_takes_memory() -> None:
+    schedule = Schedule((ScheduledBucket((0,), 0, 0), ScheduledBucket((1,), 0, 1), ScheduledBucket((2,), 1, 2)), ())
+    timeline = replay(forward(), schedule)
+    assert (timeline.seconds, timeline.exposed) == pytest.approx((11.0, 2.0))
+    assert timeline.memory == (100 + 20, 200 + 30, 300 + 20, 80 + 10)
+    one, other, _ = timeline.spans
+    assert (one.issued, one.started, one.finished, one.awaited) == pytest.approx((0.0, 0.0, 2.0, 0.0))
+    assert (other.issued, other.started, other.finished, other.awaited) == pytest.approx((0.0, 2.0, 4.0, 5.0))
+
+
+def test_a_bucket_costs_one_alpha_and_a_copy_that_takes_its_bytes_again() -> None:
+    kind = SLOW._replace(copy_s_per_byte=0.01, issue_s=0.5)
+    timeline = replay(forward(kind), Schedule((ScheduledBucket((0, 1, 2), 0, 0),), ()))
+    # 0.5 to issue, 1 + 30 bytes on the way, 0.3 to unpack, 9 of compute.
+    assert (timeline.seconds, timeline.exposed) == pytest.approx((0.5 + 4.0 + 0.3 + 9.0, 4.0))
+    assert timeline.memory == (max(50 + 60, 100 + 30), 200 + 30, 300 + 20, 80 + 10)
+
+
+def test_what_is_packed_or_prepared_takes_time_and_memory_until_the_gather_is_awaited() -> None:
+    kind = SLOW._replace(copy_s_per_byte=0.1, shard=0.5)
+    a, b, c = forward(kind).gathers
+    half = forward()._replace(gathers=(a, b, c._replace(prepared=7)))
+    timeline = replay(half, Schedule((ScheduledBucket((0, 1), 0, 1), ScheduledBucket((2,), 1, 2)), ()))
+    # Half of both weights is packed, 10 bytes in a second; 20 are unpacked in two. What is made of c's shard takes 0.7.
+    assert timeline.starts == pytest.approx((1.0, 4.0 + 0.7 + 2.0, 9.7, 12.7))
+    assert timeline.memory == (100 + 20 + 10, 200 + 20 + 10 + 7, 300 + 20, 80 + 10)
+    one, other = timeline.spans
+    assert (one.issued, one.finished, one.held) == pytest.approx((1.0, 4.0, 10))
+    assert (other.issued, other.finished, other.held) == pytest.approx((4.7, 6.7, 7))
+
+
+def test_collectives_of_one_group_follow_each_other_those_of_two_do_not() -> None:
+    both = Schedule((ScheduledBucket((0,), 0, 0), ScheduledBucket((1,), 0, 1), ScheduledBucket((2,), 0, 2)), ())
+    a, b, c = forward().gathers
+    for other, finished in ((SLOW, [2.0, 4.0, 6.0]), (SLOW._replace(channel="other"), [2.0, 2.0, 4.0])):
+        half = forward()._replace(gathers=(a, b._replace(kind=other), c))
+        assert [span.finished for span in replay(half, both).spans] == pytest.approx(finished)
+
+
+def test_members_of_two_kinds_are_two_collectives() -> None:
+    a, b, c = forward().gathers
+    half = forward()._replace(gathers=(a, b._replace(kind=SLOW._replace(name="bf16")), c))
+    spans = replay(half, Schedule((ScheduledBucket((0, 1, 2), 0, 0),), ())).spans
+    assert [span.fqns for span in spans] == [("a", "c"), ("b",)]
+
+
+def test_what_a_byte_slows_compute_down_is_paid_where_it_is_issued() -> None:
+    timeline = replay(backward(SLOW._replace(issue_s_per_byte=0.05)), Schedule((), (ScheduledBucket((0, 1, 2), 3, 3),)))
+    assert timeline.seconds == pytest.approx(9.0 + 30 * 0.05 + 4.0)
+
+
+def test_gradients_take_memory_until_they_are_reduced() -> None:
+    late = replay(backward(), Schedule((), (ScheduledBucket((0, 1, 2), 3, 3),)))
+    assert late.memory == (10, 20, 30, 30 + 30)  # packing takes as many again; there are 3 of shards only then
+    assert late.seconds == pytest.approx(9.0 + 4.0)
+    soon = replay(
+        backward(),
+        Schedule((), (ScheduledBucket((0,), 1, 2), ScheduledBucket((1,), 2, 3), ScheduledBucket((2,), 3, 3))),
+    )
+    assert soon.memory == (10, 10 + 1 + 10, 10 + 2 + 10, 3 + 10)
+    assert soon.seconds == pytest.approx(9.0 + 2.0)
+    at_once = least_memory_schedule(backward()).timeline
+    assert at_once.memory == (10, 1 + 10, 2 + 10, 3 + 10)
+    assert at_once.exposed == pytest.approx(6.0)
+
+
+def test_an_all_reduce_follows_where_the_schedule_says() -> None:
+    kind = SLOW._replace(all_reduce_after=CollectiveKind("replicas", alpha_s=0.5, s_per_byte=0.05))
+    half = backward(kind)
+    spans = replay(half, Schedule((), (ScheduledBucket((0,), 1, 3, 2), ScheduledBucket((1, 2), 3, 3, 3)))).spans
+    assert [(span.kind.channel, span.fqns) for span in spans] == [
+        ("shard", ("c",)),
+        ("replicas", ("c",)),
+        ("shard", ("b", "a")),
+        ("replicas", ("b", "a")),
+    ]
+    assert [(span.issued, span.finished) for span in spans] == [
+        pytest.approx((3.0, 5.0)),
+        pytest.approx((6.0, 7.0)),
+        pytest.approx((9.0, 12.0)),
+        pytest.approx((12.0, 13.5)),
+    ]
+
+
+def test_buckets_have_the_slots_in_which_order_puts_them() -> None:
+    half = forward()._replace(reductions=backward().reductions)
+    gathers = [Bucket(("a",), None, "a"), Bucket(("c", "b"), "b", "b", position=1), Bucket(("elsewhere",), None, None)]
+    reductions = [
+        Bucket(("c",), "c", "a"),
+        Bucket(("b",), None, None, position=1),
+        Bucket(("a",), "b", "a", position=2),
+    ]
+    schedule = schedule_of(half, gathers, reductions)
+    assert schedule.gathers == (ScheduledBucket((0,), 0, 0), ScheduledBucket((1, 2), 1, 1))
+    assert [timed[:3] for timed in schedule.reductions] == [((0,), 1, 3), ((1,), 2, 4), ((2,), 3, 3)]
+
+
+@st.composite
+def planned(draw: st.DrawFn) -> tuple[CostGraph, list[Bucket], list[Bucket]]:
+    """A graph and a plan for it, as ``manual_plan`` and the planners make them: issued in order, points among what is
+    issued later."""
+    half = draw(halves(5, 5, channels=2))
+    gathers: list[Bucket] = []
+    number = 0
+    for part in _parts(draw, half.gathers):
+        number = draw(st.integers(number, half.gathers.index(part[0])))
+        at_the_start = number == 0 and all(bucket.issue is None for bucket in gathers) and draw(st.booleans())
+        issue = None if at_the_start else half.gathers[number].fqn
+        gathers.append(Bucket(tuple(g.fqn for g in part), issue, part[0].fqn, position=len(gathers)))
+    reductions: list[Bucket] = []
+    parts = _parts(draw, half.reductions)
+    for place, reduced in enumerate(parts):
+        later = [part[0].fqn for part in parts[place:]]
+        points = sorted(draw(st.tuples(*[st.integers(0, len(later))] * 2)))
+        then, wait = [later[i] if i < len(later) else None for i in points]
+        issue = draw(st.sampled_from([None, reduced[-1].fqn, half.reductions[-1].fqn]))
+        reductions.append(Bucket(tuple(r.fqn for r in reduced), issue, wait, then, place))
+    return half, gathers, reductions
+
+
+def _parts(draw: st.DrawFn, members: Sequence[Any]) -> list[list[Any]]:
+    numbers = sorted(draw(st.lists(st.integers(0, 2), min_size=len(members), max_size=len(members))))
+    return [[members[i] for i, n in enumerate(numbers) if n == number] for number in sorted(set(numbers))]
+
+
+def ordered(half: CostGraph, gathers: Sequence[Bucket], reductions: Sequence[Bucket]) -> Timeline:
+    """What ``order`` makes of this graph and plan, replayed node by node."""
+    items: list[OrderItem] = []
+    does: list[Callable[[], object]] = []
+    """What each does in a replay."""
+    run = Replay(half)
+    flights: dict[Any, CollectiveSpan] = {}
+
+    def add(do: Callable[[], object], *needs: int, **of: Any) -> int:
+        does.append(do)
+        items.append(OrderItem(frozenset(needs), **of))
+        return len(items) - 1
+
+    def issue(
+        key: object, start: Callable[[list[int]], list[CollectiveSpan]], members: list[int]
+    ) -> Callable[[], object]:
+        def do() -> None:
+            (flights[key],) = start(members)
+
+        return do
+
+    def wait(key: object, end: Callable[[CollectiveSpan], object]) -> Callable[[], object]:
+        return lambda: end(flights[key])
+
+    def hand_on(key: object) -> Callable[[], object]:
+        def do() -> None:
+            following = run.await_reduction(flights[key])
+            assert following is not None
+            flights[key] = following
+
+        return do
+
+    def collectives(
+        bucket: Bucket, members: Sequence[Any]
+    ) -> Iterator[tuple[CollectiveKind, list[int], tuple[str, ...]]]:
+        mine = [i for i, member in enumerate(members) if member.fqn in bucket.fqns]
+        for kind in dict.fromkeys(members[i].kind for i in mine):
+            alike = [i for i in mine if members[i].kind == kind]
+            yield kind, alike, tuple(members[i].fqn for i in alike)
+
+    weights: dict[str, int] = {}
+    for bucket in gathers:
+        for _, alike, fqns in collectives(bucket, half.gathers):
+            key = ("gather", fqns)
+            of = {"fqns": fqns, "bucket": bucket}
+            node = add(issue(key, run.issue_gathers, alike), reads_inputs=True, kind="gather", **of)
+            alone = fqns if len(fqns) == 1 else ()
+            node = add(wait(key, run.await_gather), node, kind="gathered", weights=alone, **of)
+            parts = {fqn: node if alone else add(lambda: None, node, weights=(fqn,)) for fqn in fqns}
+            weights.update(parts)
+    steps: list[int] = []
+    for step in range(len(half.seconds)):
+        read = [weights[g.fqn] for g in half.gathers if step in (g.first_use_slot, g.last_use_slot)]
+        steps.append(add(run.advance, *read, *steps[-1:], reads_inputs=True))
+    for bucket in reductions:
+        for kind, alike, fqns in collectives(bucket, half.reductions):
+            key = ("reduce", fqns)
+            of = {"fqns": fqns, "bucket": bucket}
+            made = [(steps[there - 1] if (there := half.reductions[i].ready_slot) else -1) for i in alike]
+            node = add(
+                issue(key, run.issue_reductions, alike),
+                *(source for source in made if source >= 0),
+                kind="reduction",
+                gradients=tuple(zip(made, fqns, strict=True)),
+                **of,
+            )
+            if kind.all_reduce_after:
+                node = add(hand_on(key), node, kind="reduced", has_all_reduce=True, **of)
+                node = add(lambda: None, node, kind="reduction", is_all_reduce_after=True, **of)
+            add(
+                wait(key, run.await_reduction),
+                node,
+                kind="reduced",
+                is_all_reduce_after=kind.all_reduce_after is not None,
+                **of,
+            )
+    for i in order(items):
+        does[i]()
+    run.advance()
+    return run.timeline()
+
+
+@given(planned())
+@settings(max_examples=300, deadline=None)
+def test_a_replay_issues_and_awaits_as_order_does(plan: tuple[CostGraph, list[Bucket], list[Bucket]]) -> None:
+    half, gathers, reductions = plan
+    assert replay(half, schedule_of(half, gathers, reductions)) == ordered(half, gathers, reductions)
+
+
+@given(halves(4, 4, channels=2))
+@settings(max_examples=200, deadline=None)
+def test_no_schedule_beats_the_bound(half: CostGraph) -> None:
+    end = len(half.seconds)
+    everything_at_the_start = Schedule(
+        tuple(ScheduledBucket((i,), 0, gather.first_use_slot) for i, gather in enumerate(half.gathers)),
+        tuple(ScheduledBucket((i,), reduction.ready_slot, end, end) for i, reduction in enumerate(half.reductions)),
+    )
+    one_bucket = Schedule(
+        (ScheduledBucket(tuple(range(len(half.gathers))), 0, half.gathers[0].first_use_slot),) if half.gathers else (),
+        (ScheduledBucket(tuple(range(len(half.reductions))), end, end, end),) if half.reductions else (),
+    )
+    for schedule in (least_memory_schedule(half).schedule, everything_at_the_start, one_bucket):
+        assert lower_bound(half) <= replay(half, schedule).seconds + 1e-9
+
+
+def test_the_bound_is_reached_where_nothing_can_be_hidden() -> None:
+    both = forward()._replace(reductions=backward().reductions[2:])
+    assert lower_bound(forward()) == pytest.approx(2.0 + 9.0)
+    assert lower_bound(both) == pytest.approx(2.0 + 9.0 + 2.0)
+    fast = forward(CollectiveKind("shard", 0.0, 1e-9))
+    assert lower_bound(fast) == pytest.approx(9.0)
+    slow = forward(CollectiveKind("shard", 1.0, 10.0))
+    assert lower_bound(slow) == pytest.approx(1.0 + 300.0 + 3.0)

@@ -1,0 +1,328 @@
+"""Searched schedules, against all there are, and against the bound."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise, product
+from random import Random
+from typing import Any
+from unittest import mock
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import assume, given, settings
+
+from inductor_passes.order import Bucket
+from inductor_passes.scheduling.bucket_boundaries import gather_boundaries, reduction_boundaries
+from inductor_passes.scheduling.replay import (
+    CollectiveKind,
+    CostGraph,
+    Gather,
+    Reduction,
+    Replay,
+    Schedule,
+    ScheduledBucket,
+    lower_bound,
+    replay,
+    schedule_of,
+)
+from inductor_passes.scheduling.search import (
+    _GatherIssue,
+    buckets_of,
+    greedy_schedule,
+    least_memory_schedule,
+    search_schedule,
+)
+from tests.inductor_passes.scheduling.chains import halves
+
+
+def cuts(count: int) -> Iterator[list[tuple[int, ...]]]:
+    """All ways to cut so many members into buckets."""
+    for ends in product((False, True), repeat=max(0, count - 1)):
+        edges = [0, *(i + 1 for i, end in enumerate(ends) if end), count]
+        yield [tuple(range(a, b)) for a, b in pairwise(edges)] if count else []
+
+
+def issues(first: Sequence[int], last: Sequence[int], slots: Sequence[int]) -> list:
+    """All slots for buckets in order, each between its first and its last possible one."""
+    choices = [[slot for slot in slots if a <= slot <= b] for a, b in zip(first, last, strict=True)]
+    return [picked for picked in product(*choices) if list(picked) == sorted(picked)]
+
+
+def every_schedule(half: CostGraph, waits: bool) -> Iterator[Schedule]:
+    """Each with gathers in the order of their use and reductions in that of their gradients.
+
+    ``waits``: with reductions awaited in any slot where one is issued, else at the end.
+    """
+    end = len(half.seconds)
+    uses = sorted({0, *(gather.first_use_slot for gather in half.gathers)})
+    gradients = sorted({reduction.ready_slot for reduction in half.reductions})
+    reduced: list[tuple[ScheduledBucket, ...]] = []
+    for cut in cuts(len(half.reductions)):
+        complete = [max(half.reductions[i].ready_slot for i in members) for members in cut]
+        for slots in issues(complete, [end] * len(cut), gradients):
+            points = sorted({end + 1, *slots}) if waits else [end + 1]
+            for picked in product(*([point for point in points if point >= slot] for slot in slots)):
+                buckets = zip(cut, slots, picked, strict=True)
+                reduced.append(tuple(ScheduledBucket(members, slot, wait, wait) for members, slot, wait in buckets))
+    for cut in cuts(len(half.gathers)):
+        needed = [min(half.gathers[i].first_use_slot for i in members) for members in cut]
+        for slots in issues([0] * len(cut), needed, uses):
+            gathers = tuple(ScheduledBucket(*bucket) for bucket in zip(cut, slots, needed, strict=True))
+            for reductions in reduced:
+                yield Schedule(gathers, reductions)
+
+
+def fastest(half: CostGraph, budget: float = math.inf) -> float:
+    timelines = (replay(half, schedule) for schedule in every_schedule(half, waits=budget < math.inf))
+    return min((t.seconds for t in timelines if t.peak <= budget), default=math.inf)
+
+
+@given(halves(gathers=7, reductions=0))
+@settings(max_examples=200, deadline=None)
+def test_no_forward_is_faster(half: CostGraph) -> None:
+    found = search_schedule(half)
+    assert found is not None
+    assert found.timeline.seconds == pytest.approx(fastest(half))
+
+
+@given(halves(gathers=3, reductions=3))
+@settings(max_examples=200, deadline=None)
+def test_no_backward_is_faster(half: CostGraph) -> None:
+    found = search_schedule(half)
+    assert found is not None
+    assert found.timeline.seconds == pytest.approx(fastest(half))
+
+
+@given(halves(gathers=3, reductions=2), st.integers(0, 6))
+@settings(max_examples=200, deadline=None)
+def test_none_that_is_faster_keeps_within_the_budget(half: CostGraph, spare: int) -> None:
+    budget = least_memory_schedule(half).timeline.peak + spare
+    found = search_schedule(half, budget)
+    assert found is not None
+    assert found.timeline.peak <= budget
+    assert found.timeline.seconds == pytest.approx(fastest(half, budget))
+
+
+def test_a_bucket_gives_a_member_to_the_next_though_no_step_between_is_better() -> None:
+    kind = CollectiveKind("0", alpha_s=1.0, s_per_byte=1.0, issue_s=0.05, copy_s_per_byte=0.1, shard=0.5)
+    gathers = (Gather("g0", kind, 3, 2, 2, 1), Gather("g1", kind, 2, 3, 4, 1), Gather("g2", kind, 3, 3, 4))
+    half = CostGraph((0.2, 1.0, 0.2, 1.0, 0.2), (3, 1, 0, 4, 2), (1, 1, 1, 0, 1, 1), gathers, ())
+    found = search_schedule(half, 13)
+    assert found is not None
+    assert found.schedule.gathers == (ScheduledBucket((0,), 0, 2), ScheduledBucket((1, 2), 2, 3))
+
+
+@given(halves(gathers=4, reductions=2))
+@settings(max_examples=100, deadline=None)
+def test_nothing_needs_less_memory_than_the_minimum(half: CostGraph) -> None:
+    least = least_memory_schedule(half).timeline.peak
+    assert least == min(replay(half, schedule).peak for schedule in every_schedule(half, waits=True))
+    assert search_schedule(half, least - 1) is None
+
+
+def test_gathers_of_one_slot_are_issued_before_it_together_though_one_alone_saves_nothing() -> None:
+    kind = CollectiveKind("0", alpha_s=0.0, s_per_byte=0.1, shard=0.5)
+    sizes = ((1, 1, 0), (1, 1, 0), (2, 1, 1), (1, 2, 0))
+    gathers = tuple(Gather(f"g{i}", kind, nbytes, use, use, more) for i, (nbytes, use, more) in enumerate(sizes))
+    half = CostGraph((0.2,) * 4, (0,) * 4, (0, 1, 0, 0, 0), gathers, ())
+    assert least_memory_schedule(half).timeline.peak == 5
+    assert [timed.issue_slot for timed in least_memory_schedule(half).schedule.gathers] == [0, 0, 0, 2]
+
+
+@given(halves(gathers=12, reductions=12, channels=2), st.integers(0, 20))
+@settings(max_examples=60, deadline=None)
+def test_the_found_schedule_is_one_that_a_plan_can_say(half: CostGraph, spare: int) -> None:
+    found = search_schedule(half, least_memory_schedule(half).timeline.peak + spare)
+    assert found is not None
+    assert found.timeline == replay(half, found.schedule)
+    names = [member.fqn for member in (*half.gathers, *half.reductions)]
+    gathers, reductions = buckets_of(half, found.schedule, {fqn: i for i, fqn in enumerate(names)})
+    assert sorted(fqn for bucket in gathers for fqn in bucket.fqns) == sorted(g.fqn for g in half.gathers)
+    assert sorted(fqn for bucket in reductions for fqn in bucket.fqns) == sorted(r.fqn for r in half.reductions)
+    assert replay(half, schedule_of(half, gathers, reductions)) == found.timeline
+
+
+@given(halves(gathers=8, reductions=8), st.integers(0, 20), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_what_is_proposed_is_never_faster(half: CostGraph, spare: int, random: Random) -> None:
+    """Whatever order the members of proposed buckets are in."""
+    budget = least_memory_schedule(half).timeline.peak + spare
+    names = [[member.fqn for member in members] for members in (half.gathers, half.reductions)]
+    buckets: list[list[Bucket]] = []
+    for fqns in names:
+        random.shuffle(fqns)
+        parts = [fqns[i : i + 3] for i in range(0, len(fqns), 3)]
+        buckets.append([Bucket(tuple(part), None, None, position=i) for i, part in enumerate(parts)])
+    proposals = [greedy_schedule(half).schedule, schedule_of(half, *buckets)]
+    found = search_schedule(half, budget, proposals, tolerance=0.1)
+    assert found is not None
+    assert lower_bound(half) <= found.timeline.seconds + 1e-9
+    for timeline in (replay(half, schedule) for schedule in proposals):
+        assert timeline.peak > budget or found.timeline.seconds <= timeline.seconds
+    position = {member.fqn: i for i, member in enumerate((*half.gathers, *half.reductions))}
+    assert replay(half, schedule_of(half, *buckets_of(half, found.schedule, position))) == found.timeline
+
+
+@given(halves(gathers=8, reductions=8))
+@settings(max_examples=60, deadline=None)
+@pytest.mark.slow
+def test_tolerance_gives_no_more_time_than_it_says_and_takes_no_more_memory(half: CostGraph) -> None:
+    exact, lean = search_schedule(half), search_schedule(half, tolerance=0.05)
+    assert exact is not None
+    assert lean is not None
+    assert lean.timeline.seconds <= 1.05 * exact.timeline.seconds
+    assert lean.timeline.peak <= exact.timeline.peak
+
+
+NETWORK = CollectiveKind("shard", alpha_s=1e-4, s_per_byte=1 / 45e9, issue_s=5e-6, copy_s_per_byte=1e-12)
+
+
+def transformer(layers: int, seconds: float, kind: CollectiveKind = NETWORK) -> CostGraph:
+    """The backward graph of blocks of a matmul weight of 100 MB, one of 20 MB and one of 10 kB."""
+    sizes = [10_000, 20_000_000, 100_000_000] * layers
+    count = len(sizes)
+    return CostGraph(
+        tuple(seconds * size / 1.2e8 for size in sizes),
+        (10**9,) * count,
+        (10**9,) * (count + 1),
+        tuple(Gather(f"w{i}", kind, size, i, i) for i, size in enumerate(sizes)),
+        tuple(Reduction(f"w{i}", kind._replace(name="r"), size, i + 1, size // 64) for i, size in enumerate(sizes)),
+    )
+
+
+def test_where_compute_hides_everything_little_is_gathered_ahead() -> None:
+    half = transformer(32, 20e-3)
+    lean = search_schedule(half, tolerance=0.005)
+    assert lean is not None
+    assert lean.timeline.seconds < 1.01 * lower_bound(half)
+    assert lean.timeline.peak < 10**9 + 6 * 1.2e8 + sum(r.result for r in half.reductions)
+
+
+def test_where_every_collective_costs_much_they_are_merged() -> None:
+    half = transformer(32, 5e-3, NETWORK._replace(alpha_s=2e-3))
+    found, alone = search_schedule(half), least_memory_schedule(half)
+    assert found is not None
+    assert found.timeline.seconds < 0.5 * alone.timeline.seconds
+    for blocks in (1, 2, 4, 8, 16, 32):
+        size = 3 * blocks
+        members = [tuple(range(i, i + size)) for i in range(0, 96, size)]
+        ahead = [ScheduledBucket(m, max(0, m[0] - size), m[0]) for m in members]
+        behind = [ScheduledBucket(m, m[-1] + 1, min(96, m[-1] + 1 + size)) for m in members]
+        assert found.timeline.seconds < replay(half, Schedule(tuple(ahead), tuple(behind))).seconds
+
+
+def test_a_budget_between_is_used() -> None:
+    half = transformer(16, 5e-3, NETWORK._replace(alpha_s=1e-3))
+    least, free = least_memory_schedule(half).timeline, search_schedule(half)
+    assert free is not None
+    previous = least.seconds
+    for part in (0.25, 0.5, 1.0):
+        budget = least.peak + part * (free.timeline.peak - least.peak)
+        found = search_schedule(half, budget)
+        assert found is not None
+        assert found.timeline.peak <= budget
+        assert found.timeline.seconds <= previous
+        previous = found.timeline.seconds
+    assert previous == pytest.approx(free.timeline.seconds, rel=1e-3)
+
+
+def test_greedy_fills_a_bucket_while_it_hides_under_the_step_before() -> None:
+    kind = CollectiveKind("shard", alpha_s=1.0, s_per_byte=1.0)
+    gathers = tuple(Gather(f"g{i}", kind, 1, i, i) for i in range(7))
+    half = CostGraph((4.0,) * 7, (0,) * 7, (0,) * 8, gathers, ())
+    # Under the first step, 4 seconds, three of a second and an alpha hide; under theirs, 12 seconds, all others.
+    assert [timed.members for timed in greedy_schedule(half).schedule.gathers] == [(0,), (1, 2, 3), (4, 5, 6)]
+    assert [timed[1:3] for timed in greedy_schedule(half).schedule.gathers] == [(0, 0), (0, 1), (1, 4)]
+    assert [len(timed.members) for timed in greedy_schedule(half, room=4).schedule.gathers] == [1, 2, 2, 2]
+
+
+def test_greedy_counts_the_reduction_that_is_under_way() -> None:
+    kind = CollectiveKind("shard", alpha_s=1.0, s_per_byte=1.0)
+    gathers = tuple(Gather(f"g{i}", kind, 1, i, i) for i in range(4))
+    reductions = (Reduction("r", kind, 1, 1),)
+    half = CostGraph((4.0,) * 4, (0,) * 4, (0,) * 5, gathers, reductions)
+    assert [timed.members for timed in greedy_schedule(half).schedule.gathers] == [(0,), (1,), (2, 3)]
+
+
+def test_greedy_reduces_a_step_together_and_the_last_one_soon() -> None:
+    kind = CollectiveKind("shard", alpha_s=1.0, s_per_byte=0.001)
+    gathers = (Gather("g0", kind, 1, 0, 0), Gather("g1", kind, 1, 3, 3))
+    reductions = tuple(Reduction(f"r{i}", kind, 1, i + 1) for i in range(6))
+    half = CostGraph((10.0, 1.0, 1.0, 4.0, 1.0, 1.0), (0,) * 6, (0,) * 7, gathers, reductions)
+    found = greedy_schedule(half).schedule.reductions
+    assert [(timed.members, timed.issue_slot, timed.wait_slot) for timed in found] == [
+        ((0, 1, 2), 3, 4),
+        ((3,), 4, 5),
+        ((4,), 5, 6),
+        ((5,), 6, 7),
+    ]
+
+
+@given(halves(gathers=0, reductions=0))
+@settings(max_examples=5, deadline=None)
+def test_a_graph_without_communication_is_its_compute(half: CostGraph) -> None:
+    assume(half.seconds)
+    found = search_schedule(half)
+    assert found is not None
+    assert found.timeline.seconds == pytest.approx(sum(half.seconds))
+    assert greedy_schedule(half).schedule == Schedule((), ())
+
+
+def test_cuts_stay_within_a_window_and_a_size() -> None:
+    kind = CollectiveKind("shard", alpha_s=1.0, s_per_byte=1e-3)
+    gathers = tuple(Gather(f"g{i}", kind, 1, 1, 1) for i in range(40))
+    half = CostGraph((1.0, 1.0), (0, 0), (0, 0, 0), gathers, ())
+    at_once, small = gather_boundaries(half, [(1.0, math.inf), (1.0, 3.5)])
+    for cuts_of in (at_once, small):
+        assert [i for members in cuts_of for i in members] == list(range(40))
+    assert len(at_once) == 2
+    assert {len(members) for members in small} <= {1, 2, 3}
+    assert len(small) == 14
+    reductions = tuple(Reduction(f"r{i}", kind, 1, i // 20 + 1) for i in range(40))
+    (found,) = reduction_boundaries(half._replace(gathers=(), reductions=reductions), [(1.0, math.inf)])
+    assert [i for members in found for i in members] == list(range(40))
+    assert len(found) == 2
+
+
+@given(halves(gathers=7, reductions=0))
+@settings(max_examples=100, deadline=None)
+def test_a_cut_is_late_by_no_more_than_the_best(half: CostGraph) -> None:
+    """With gathers issued as soon as the channel is free, all copies and issues taken for what they cost."""
+    assume(len({gather.kind for gather in half.gathers}) <= 1)
+    at = [0.0, *accumulate(half.seconds)]
+
+    def late(cut: Sequence[tuple[int, ...]]) -> float:
+        free = behind = 0.0
+        for members in cut:
+            kind, nbytes = half.gathers[members[0]].kind, sum(half.gathers[i].nbytes for i in members)
+            free += kind.seconds(nbytes)
+            behind = max(behind, free - at[half.gathers[members[0]].first_use_slot])
+            behind += kind.issue_s + (nbytes * kind.copy_s_per_byte if len(members) > 1 else 0.0)
+        return behind
+
+    (found,) = gather_boundaries(half, [(1.0, math.inf)])
+    assert late(found) == pytest.approx(min(map(late, cuts(len(half.gathers)))), rel=0.05)
+
+
+@given(halves(gathers=6, reductions=4), st.integers(0, 12))
+@settings(max_examples=60, deadline=None)
+def test_what_a_gather_would_hold_is_the_most_of_all_steps_until_it_is_used(half: CostGraph, spare: int) -> None:
+    window = _GatherIssue._most
+
+    def checked(due: Any, run: Replay, k: int) -> int:
+        alive, most = run.alive + due._nbytes[k], 0
+        for slot in range(run.slot, due.uses[k] + 1):
+            copies = [
+                n
+                for use, n, members in zip(due.uses, due._nbytes, due.members, strict=True)
+                if use == slot and len(members) > 1
+            ]
+            most = max(most, half.live_bytes_at_slot[slot] + alive + max(copies, default=0))
+            if slot < len(half.live_bytes_in_step):
+                most = max(most, half.live_bytes_in_step[slot] + alive)
+                alive -= run.last_read[slot]
+        assert window(due, run, k) == most
+        return most
+
+    with mock.patch.object(_GatherIssue, "_most", checked):
+        search_schedule(half, least_memory_schedule(half).timeline.peak + spare)

@@ -1,0 +1,104 @@
+"""Imports point one way: a module imports from layers below its own, or from its own folder, and never in a circle."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("inductor_passes", "simplefsdp")
+
+LAYERS = (
+    ("inductor_passes.torch_compat",),
+    ("inductor_passes.ops",),
+    ("inductor_passes.collectives",),
+    ("inductor_passes.scheduling",),
+    ("inductor_passes.runtime",),
+    ("inductor_passes",),  # the passes themselves
+    ("simplefsdp.text",),
+    ("simplefsdp.hardware", "simplefsdp.models", "simplefsdp.frontend"),
+    ("simplefsdp.plan", "simplefsdp.training"),
+    ("simplefsdp.api",),
+    ("simplefsdp.rehearsal",),
+    ("simplefsdp.analysis",),
+    ("simplefsdp.compile",),
+    ("simplefsdp.calibration",),
+    ("simplefsdp.cli",),
+    ("simplefsdp",),  # __init__ and __main__
+)
+"""Prefixes of module names, the lowest layer first; the longest prefix of a module's name counts. Two entries of one
+layer do not import each other."""
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Modules of both packages that a module imports, also inside of functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative import of {node.module}"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield from [full] if full in known else [node.module] if node.module in known else []
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+
+
+def layer_of(name: str) -> tuple[int, str]:
+    """The layer of a module and the entry of ``LAYERS`` that it belongs to."""
+    entries = [(i, entry) for i, layer in enumerate(LAYERS) for entry in layer]
+    return max(
+        ((i, entry) for i, entry in entries if name == entry or name.startswith(entry + ".")),
+        key=lambda found: len(found[1]),
+    )
+
+
+def test_no_module_imports_from_a_layer_above_its_own_or_from_a_neighbour_in_it():
+    known = modules()
+    against = []
+    for name, path in known.items():
+        layer, entry = layer_of(name)
+        for imported in imports(name, path, known):
+            other, its_entry = layer_of(imported)
+            if other > layer or (other == layer and entry != its_entry):
+                against.append(f"{name} imports {imported}")
+    assert not against
+
+
+def test_inductor_passes_know_nothing_of_simplefsdp():
+    known = modules()
+    passes = {name: path for name, path in known.items() if name.startswith("inductor_passes")}
+    assert not [
+        (name, imported)
+        for name, path in passes.items()
+        for imported in imports(name, path, known)
+        if imported.startswith("simplefsdp")
+    ]
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    known = modules()
+    graph = {name: set(imports(name, path, known)) - {name} for name, path in known.items()}
+    while leaves := {name for name, imported in graph.items() if not imported}:
+        graph = {name: imported - leaves for name, imported in graph.items() if name not in leaves}
+    assert not graph, f"a circle among {sorted(graph)}"
+
+
+def test_no_command_imports_another():
+    known = modules()
+    commands = {f"simplefsdp.cli.{name}" for name in ("plan", "explain", "rehearse", "calibrate")}
+    for name in commands & set(known):
+        assert not commands & set(imports(name, known[name], known)) - {name}
+
+
+def test_every_layer_is_there():
+    known = modules()
+    for layer in LAYERS:
+        for entry in layer:
+            assert entry in known, entry
