@@ -8,7 +8,7 @@ RANKS ?= 2
 ARGS ?=
 INSTALLED = $(VENV)/.installed
 
-.PHONY: train test test-all lint bench clean
+.PHONY: train test test-all lint bench docs clean
 
 train: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) -m examples.train $(ARGS)
@@ -33,6 +33,14 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.after_backward
 	$(VENV)/bin/python -m benchmarks.first_light
 	$(VENV)/bin/python -m benchmarks.wrapping
+
+# The pages of docs/ as a site in out/docs. Nothing is downloaded but the tools, once.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
+$(VENV)/.installed-docs: $(INSTALLED)
+	$(VENV)/bin/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[docs]'
+	touch $@
 
 $(INSTALLED): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)

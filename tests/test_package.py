@@ -1,0 +1,77 @@
+"""The package as it is installed: every module is in the wheel, with the files that it reads and its entry points."""
+
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+_IMPORT_ALL = """
+import importlib, pkgutil, sys
+sys.path[:0] = sys.argv[1:]
+import inductor_passes, simplefsdp
+assert simplefsdp.__file__.startswith(sys.argv[1]) and inductor_passes.__file__.startswith(sys.argv[1])
+for package in (inductor_passes, simplefsdp):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if module.name.endswith("__main__"):
+            continue
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if (module.name, error.name) != ("simplefsdp.rehearsal.cuda", "triton"):  # torch's CPU builds lack triton
+                raise
+        print(module.name)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of a copy of this repository's tracked and new files, so that no build folder is left behind."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines():
+        if (ROOT / name).is_file() and not name.startswith("benchmarks/results"):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", str(out), str(source)], check=True, capture_output=True)
+    (built,) = out.glob("simplefsdp-*.whl")
+    return built
+
+
+def test_every_module_of_the_installed_wheel_imports_without_the_source_tree(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    # -I and -S keep the source tree and the editable installation of this environment out of the path.
+    command = [sys.executable, "-I", "-S", "-c", _IMPORT_ALL, str(tmp_path), sysconfig.get_path("purelib")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    installed = set(done.stdout.split()) | {"simplefsdp", "inductor_passes", "simplefsdp.__main__"}
+    here = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for package in ("simplefsdp", "inductor_passes")
+        for path in (ROOT / package).rglob("*.py")
+    }
+    assert installed == here
+
+
+def test_the_wheel_holds_the_data_files_and_the_entry_points(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
+        text = archive.read(entry_points).decode()
+    data = {
+        path.relative_to(ROOT).as_posix()
+        for package in ("simplefsdp", "inductor_passes")
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    assert {"simplefsdp/py.typed", "inductor_passes/py.typed", "simplefsdp/rehearsal/channel.cpp"} <= data
+    assert data <= set(names)
+    assert not any(name.startswith(("tests", "benchmarks", "examples")) for name in names)
+    assert "simplefsdp = simplefsdp.cli.main:main" in text
+    assert "simplefsdp = simplefsdp.compile.backend:simplefsdp" in text
