@@ -10,8 +10,9 @@ from a forward graph to this one.
 import argparse
 import time
 
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 from inductor_passes.scheduling.keep_unsharded import choose_unsharded
-from inductor_passes.scheduling.replay import CollectiveKind, CostGraph, Gather, Reduction, lower_bound
+from inductor_passes.scheduling.replay import lower_bound
 from inductor_passes.scheduling.search import greedy_schedule, least_memory_schedule, search_schedule
 
 _WEIGHTS = (8, 1, 1, 8, 28, 28, 28, 1e-3, 1e-3)

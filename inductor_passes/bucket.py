@@ -42,7 +42,7 @@ from inductor_passes.collectives import (
     source_chain,
 )
 from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS, UNPACK_WEIGHTS
-from inductor_passes.order import Bucket, PlanError
+from inductor_passes.scheduling.issue_points import Bucket, PlanError
 from inductor_passes.torch_compat.fx import stable_topological_sort
 
 _aten = torch.ops.aten

@@ -8,10 +8,11 @@ from torch.fx import Node
 
 from inductor_passes.collectives import FQNS, WAIT
 from inductor_passes.ops.pack import PACK_GRADIENTS, UNPACK_WEIGHTS
-from inductor_passes.order import OrderItem, check_order, order, order_item
+from inductor_passes.order import check_order, order
 from inductor_passes.runtime.agreement import AGREE
 from inductor_passes.runtime.graph_dump import DUMP_NAMES, Report
 from inductor_passes.runtime.record import Record, awaited_collective, collective_name, is_collective, recorded_sequence
+from inductor_passes.scheduling.order_items import OrderItem, order_item
 from inductor_passes.torch_compat.inductor import inductor_ir, is_ordering_only, register_lowering
 
 

@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from inductor_passes.collectives import FQNS, WAIT
-from inductor_passes.order import PlanError
+from inductor_passes.scheduling.issue_points import PlanError
 from inductor_passes.torch_compat.fx import size_hint
 
 

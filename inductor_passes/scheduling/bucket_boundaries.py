@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inductor_passes.scheduling.replay import CollectiveKind, CostGraph, Gather, Reduction
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 
 Boundaries = tuple[tuple[int, ...], ...]
 """The members of each bucket, by position; all of them, in order."""

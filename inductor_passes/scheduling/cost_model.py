@@ -25,9 +25,9 @@ from torch.utils.flop_counter import flop_registry
 from inductor_passes.collectives import FQNS, REDUCE_SCATTER, WAIT, Collective, gathers, is_deterministic, reductions
 from inductor_passes.ops.accumulate import ADD_UP
 from inductor_passes.ops.offload import TO_DEVICE, TO_HOST
-from inductor_passes.order import compute_positions, graph_items
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 from inductor_passes.scheduling.memory import live_bytes
-from inductor_passes.scheduling.replay import CollectiveKind, CostGraph, Gather, Reduction
+from inductor_passes.scheduling.order_items import compute_positions, graph_items
 from inductor_passes.torch_compat.distributed import group_ranks
 from inductor_passes.torch_compat.fx import size_hint
 

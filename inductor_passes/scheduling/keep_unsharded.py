@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Collection
 from itertools import accumulate, pairwise
 
-from inductor_passes.scheduling.replay import CostGraph
+from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.search import QUICK, TIME_TOLERANCE, search_schedule
 
 _PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from inductor_passes.scheduling.replay import CostGraph, Gather, Reduction
+from inductor_passes.scheduling.cost_graph import CostGraph, Gather, Reduction
 
 Numbered = Callable[[str], int | None]
 """The number of the block that a parameter, by its FQN, is part of."""

@@ -5,128 +5,24 @@
     slot 0                 slot 1                 slot 2                     slot n          the end
     issue, await | step 0  issue, await | step 1  issue, await | step 2 ...  issue, await |  await
 
-Compute is a chain of steps that nobody reorders. In the slot before each and behind the last, collectives are issued
-and awaited as ``order.py`` does it: what is due from earlier slots, then the reductions that are issued here, each with
-what is due of it at once, then gathers. Reductions that name no point are awaited at the end, behind all slots.
-Collectives of one process group run one after the other, in the order in which they are issued. A gather's memory is in
-use from its issue until the last step that reads the weight, and what was packed for it until it is awaited; a
-reduction's from the step that makes the gradient until the reduction is awaited. A bucket of several members is packed
-and unpacked by copies, which take compute time and, while they run, as many bytes again.
+Compute is a chain of steps that nobody reorders. In the slot before each step and behind the last, collectives are
+issued and awaited where ``issue_points.py`` says, as ``order.py`` does it. Collectives of one process group run one
+after the other, in the order of their issue. The memory of a gathered weight is in use from the gather's issue until
+the last step that reads the weight, what was packed for the gather until the gather is awaited, and a gradient from the
+step that makes it until its reduction is awaited. A bucket of several members is packed and unpacked by copies, which
+take compute time and, while they run, as many bytes again.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
 from itertools import accumulate
-from operator import itemgetter
 from typing import Any, NamedTuple
 
-from inductor_passes.order import Bucket
-
-
-class CollectiveKind(NamedTuple):
-    """What collectives must have in common to be merged, and what they cost."""
-
-    channel: str
-    """Their process group."""
-    alpha_s: float
-    s_per_byte: float
-    """Of the whole tensor: a gather's output, a reduction's input."""
-    issue_s: float = 0.0
-    """Compute time that is lost by issuing and awaiting one."""
-    copy_s_per_byte: float = 0.0
-    """Compute time of unpacking a bucket's weights, or of packing its gradients or shards."""
-    shard: float = 0.0
-    """Part of the whole tensor that one rank has: shards of several members are packed before they are gathered."""
-    issue_s_per_byte: float = 0.0
-    """Compute time that is lost, besides, for each byte: compute is slower meanwhile."""
-    all_reduce_after: "CollectiveKind | None" = None
-    """Of the all-reduce that follows, per byte of the same tensor."""
-    name: str = ""
-    """Tells apart what costs the same but cannot be merged."""
-
-    def seconds(self, nbytes: int) -> float:
-        return self.alpha_s + nbytes * self.s_per_byte
-
-
-class Gather(NamedTuple):
-    fqn: str
-    kind: CollectiveKind
-    nbytes: int
-    """Of the full weight."""
-    first_use_slot: int
-    """The first step that reads it; the number of steps if none does."""
-    last_use_slot: int
-    """The last step that reads it; the number of steps if it outlives the graph."""
-    prepared: int = 0
-    """Bytes of what is made of the shard to be gathered alone: cast or padded; 0 if it is gathered as it is."""
-
-
-class Reduction(NamedTuple):
-    fqn: str
-    kind: CollectiveKind
-    nbytes: int
-    """Of the full gradient."""
-    ready_slot: int
-    """The slot in which it is complete: behind the step of one less."""
-    result: int = 0
-    """Bytes of the reduced shard, which outlives the graph."""
-
-
-class CostGraph(NamedTuple):
-    """A forward or a backward graph, as far as its schedule is concerned."""
-
-    seconds: tuple[float, ...]
-    """Of each step of compute."""
-    live_bytes_in_step: tuple[int, ...]
-    """In use during each, without what gathers and reductions need."""
-    live_bytes_at_slot: tuple[int, ...]
-    """The same in each slot; one more than there are steps."""
-    gathers: tuple[Gather, ...]
-    """By first use."""
-    reductions: tuple[Reduction, ...]
-    """By when they are complete."""
-
-    def has_all_reduce(self, members: Iterable[int]) -> bool:
-        """Whether any of these reductions is followed by an all-reduce."""
-        return any(self.reductions[i].kind.all_reduce_after for i in members)
-
-
-class ScheduledBucket(NamedTuple):
-    """A bucket with slots for points."""
-
-    members: tuple[int, ...]
-    """Positions in ``Half.gathers`` or ``Half.reductions``."""
-    issue_slot: int
-    wait_slot: int
-    """Of a reduction, one more than the last slot stands for the end."""
-    all_reduce_slot: int = -1
-    """Of a reduction that an all-reduce follows: when the one is awaited and the other issued; else -1."""
-
-
-class Schedule(NamedTuple):
-    """What is issued and awaited in which slot of a ``Half``. Gathers and reductions each in the order of issue."""
-
-    gathers: tuple[ScheduledBucket, ...]
-    reductions: tuple[ScheduledBucket, ...]
-
-    def with_gathers_merged(self, i: int) -> "Schedule":
-        """Bucket ``i`` and the next are one, issued and awaited as early as either."""
-        one, other = self.gathers[i : i + 2]
-        merged = ScheduledBucket(
-            tuple(sorted(one.members + other.members)), one.issue_slot, min(one.wait_slot, other.wait_slot)
-        )
-        return self._replace(gathers=(*self.gathers[:i], merged, *self.gathers[i + 2 :]))
-
-    def with_reductions_merged(self, i: int) -> "Schedule":
-        """Bucket ``i`` and the next are one, issued and awaited as late as either."""
-        one, other = self.reductions[i : i + 2]
-        then = max(one.all_reduce_slot, other.all_reduce_slot)
-        then = then if then < 0 else max(then, other.issue_slot)
-        merged = ScheduledBucket(
-            tuple(sorted(one.members + other.members)), other.issue_slot, max(other.wait_slot, then), then
-        )
-        return self._replace(reductions=(*self.reductions[:i], merged, *self.reductions[i + 2 :]))
+from inductor_passes.scheduling import issue_points
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
+from inductor_passes.scheduling.issue_points import Schedule
 
 
 class CollectiveSpan(NamedTuple):
@@ -279,92 +175,61 @@ def _by_kind(members: Iterable[Any]) -> dict[CollectiveKind, list[Any]]:
     return alike
 
 
-def replay(half: CostGraph, schedule: Schedule) -> Timeline:
-    """What ``schedule`` takes on ``half``, if nothing is late."""
-    run = Replay(half)
-    end = len(half.seconds)
-    gathers, reductions = list(schedule.gathers[::-1]), list(schedule.reductions[::-1])
-    gathering: list[list[CollectiveSpan]] = [[] for _ in range(end + 1)]
-    due: list[_Awaited] = [_Awaited([], []) for _ in range(end + 2)]
-    """By the slot in which they are awaited."""
-    issued = 0
-
-    def reduce_what_is_due(slot: int) -> None:
-        followed, last = due[slot]
-        for number, timed, flight in sorted(followed, key=itemgetter(0)):
-            following = run.await_reduction(flight)
-            assert following is not None
-            due[max(slot, timed.wait_slot)].last.append((number, timed, following))
-        followed.clear()
-        for _, _, flight in sorted(last, key=itemgetter(0)):
-            run.await_reduction(flight)
-        last.clear()
-
+def replay(graph: CostGraph, schedule: Schedule) -> Timeline:
+    """Return what ``schedule`` takes on ``graph`` if every step and collective takes its predicted time."""
+    run = Replay(graph)
+    end = len(graph.seconds)
+    gathering: list[list[CollectiveSpan]] = [[] for _ in schedule.gathers]
+    reducing: list[list[CollectiveSpan]] = [[] for _ in schedule.reductions]
+    for (slot, *_), action, i in sorted(_actions(schedule)):
+        while run.slot < min(slot, end):
+            run.advance()
+        match action:
+            case _Action.ISSUE_GATHER:
+                gathering[i] = run.issue_gathers(schedule.gathers[i].members)
+            case _Action.AWAIT_GATHER:
+                for span in gathering[i]:
+                    run.await_gather(span)
+            case _Action.ISSUE_REDUCTION:
+                reducing[i] = run.issue_reductions(schedule.reductions[i].members)
+            case _Action.ALL_REDUCE:
+                reducing[i] = [
+                    run.await_reduction(span) or span if span.kind.all_reduce_after else span for span in reducing[i]
+                ]
+            case _Action.AWAIT_REDUCTION:
+                for span in reducing[i]:
+                    if not span.kind.all_reduce_after:
+                        run.await_reduction(span)
+                reducing[i] = [span for span in reducing[i] if span.kind.all_reduce_after]
     while run.slot <= end:
-        reduce_what_is_due(run.slot)
-        while reductions and reductions[-1].issue_slot <= run.slot:
-            timed = reductions.pop()
-            for flight in run.issue_reductions(timed.members):
-                slot = max(run.slot, timed.all_reduce_slot if flight.kind.all_reduce_after else timed.wait_slot)
-                (due[slot].has_all_reduce if flight.kind.all_reduce_after else due[slot].last).append(
-                    (issued, timed, flight)
-                )
-                issued += 1
-            reduce_what_is_due(run.slot)
-        while gathers and gathers[-1].issue_slot <= run.slot:
-            timed = gathers.pop()
-            gathering[max(run.slot, timed.wait_slot)] += run.issue_gathers(timed.members)
-        for flight in gathering[run.slot]:
-            run.await_gather(flight)
-        if run.slot == end:
-            reduce_what_is_due(end + 1)
         run.advance()
     return run.timeline()
 
 
-class _Awaited(NamedTuple):
-    """Collectives that are awaited in a slot, with their number in the order of issue."""
+class _Action(IntEnum):
+    """What a replay does for a bucket."""
 
-    has_all_reduce: list[tuple[int, ScheduledBucket, CollectiveSpan]]
-    """By all-reduces."""
-    last: list[tuple[int, ScheduledBucket, CollectiveSpan]]
+    ISSUE_GATHER = 0
+    AWAIT_GATHER = 1
+    ISSUE_REDUCTION = 2
+    ALL_REDUCE = 3
+    AWAIT_REDUCTION = 4
+    """Await the collectives of a bucket that no all-reduce is still to follow."""
 
 
-def schedule_of(half: CostGraph, gathers: Sequence[Bucket], reductions: Sequence[Bucket]) -> Schedule:
-    """The slots in which ``order`` issues and awaits the collectives of these buckets, as far as ``half`` has them."""
-    end = len(half.seconds)
-    use = {gather.fqn: gather.first_use_slot for gather in half.gathers}
-    number = {gather.fqn: i for i, gather in enumerate(half.gathers)}
-    found = []
-    for bucket in gathers:
-        members = tuple(sorted(number[fqn] for fqn in bucket.fqns if fqn in number))
-        if members:
-            wait = min(use[fqn] for fqn in (*bucket.fqns, bucket.wait) if fqn in use)
-            issue = min(wait, use[bucket.issue]) if bucket.issue in use else 0
-            found.append(ScheduledBucket(members, issue, wait))
-    there = {reduction.fqn: reduction.ready_slot for reduction in half.reductions}
-    number = {reduction.fqn: i for i, reduction in enumerate(half.reductions)}
-    slots: list[tuple[Bucket, tuple[int, ...]]] = []
-    issued: dict[str | None, int] = {}
-    last = 0
-    for bucket in reductions:
-        members = tuple(sorted(number[fqn] for fqn in bucket.fqns if fqn in number))
-        if members:
-            last = max(last, *(there[fqn] for fqn in (*bucket.fqns, bucket.issue) if fqn in there))
-            issued.update(dict.fromkeys(bucket.fqns, last))
-            slots.append((bucket, members))
-    reduced = [
-        ScheduledBucket(
-            members,
-            issued[bucket.fqns[0]],
-            max(issued[bucket.fqns[0]], issued.get(bucket.wait, end + 1)),
-            max(issued[bucket.fqns[0]], issued.get(bucket.all_reduce_after, end + 1))
-            if half.has_all_reduce(members)
-            else -1,
-        )
-        for bucket, members in slots
-    ]
-    return Schedule(tuple(sorted(found, key=lambda timed: timed.issue_slot)), tuple(reduced))
+def _actions(schedule: Schedule) -> Iterator[tuple[issue_points.ActionKey, _Action, int]]:
+    """All actions of a schedule with their keys, and the position of each action's bucket."""
+    key, phase = issue_points.action_key, issue_points.Phase
+    for i, (_, issue, wait, _) in enumerate(schedule.gathers):
+        yield key(phase.GATHER_ISSUE, issue, issue, i), _Action.ISSUE_GATHER, i
+        yield key(phase.GATHER_WAIT, max(issue, wait), issue, i), _Action.AWAIT_GATHER, i
+    for i, (_, issue, wait, all_reduce) in enumerate(schedule.reductions):
+        yield key(phase.REDUCTION_ISSUE, issue, issue, i), _Action.ISSUE_REDUCTION, i
+        yield key(phase.REDUCTION_WAIT, max(issue, wait), issue, i), _Action.AWAIT_REDUCTION, i
+        if all_reduce >= 0:
+            all_reduce = max(issue, all_reduce)
+            yield key(phase.ALL_REDUCE, all_reduce, issue, i), _Action.ALL_REDUCE, i
+            yield key(phase.REDUCTION_WAIT, max(all_reduce, wait), issue, i), _Action.AWAIT_REDUCTION, i
 
 
 def lower_bound(half: CostGraph) -> float:

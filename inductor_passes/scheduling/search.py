@@ -19,11 +19,11 @@ import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, product
 from typing import NamedTuple
 
-from inductor_passes.order import Bucket
+from inductor_passes.scheduling import issue_points
 from inductor_passes.scheduling.bucket_boundaries import (
     Boundaries,
     even_buckets,
@@ -31,16 +31,9 @@ from inductor_passes.scheduling.bucket_boundaries import (
     one_bucket_each,
     reduction_boundaries,
 )
-from inductor_passes.scheduling.replay import (
-    CollectiveKind,
-    CollectiveSpan,
-    CostGraph,
-    Replay,
-    Schedule,
-    ScheduledBucket,
-    Timeline,
-    replay,
-)
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph
+from inductor_passes.scheduling.issue_points import Schedule, ScheduledBucket
+from inductor_passes.scheduling.replay import CollectiveSpan, Replay, Timeline, replay
 
 TIME_TOLERANCE = 0.005
 """Of the predicted time, what is given for less memory where nothing limits it: less than predictions err by."""
@@ -279,31 +272,18 @@ def _schedules_around(half: CostGraph, schedule: Schedule, steps: int) -> Iterat
         ring = []
         for one in reached:
             for other in _neighbours(half, one):
-                other = _awaited_where_another_is_issued(other, len(half.seconds))
+                other = issue_points.with_waits_at_issues(other, len(half.seconds))
                 if other not in seen:
                     seen.add(other)
                     ring.append(other)
                     yield other
 
 
-def _awaited_where_another_is_issued(schedule: Schedule, end: int) -> Schedule:
-    """The same, but for points that no plan can name, which move to the next that one can."""
-    issues = sorted({end + 1, *(timed.issue_slot for timed in schedule.reductions)})
-
-    def settled(timed: ScheduledBucket) -> ScheduledBucket:
-        wait, then = (issues[bisect_left(issues, slot)] for slot in (timed.wait_slot, timed.all_reduce_slot))
-        return timed._replace(
-            wait_slot=wait, all_reduce_slot=timed.all_reduce_slot if timed.all_reduce_slot < 0 else then
-        )
-
-    return schedule._replace(reductions=tuple(map(settled, schedule.reductions)))
-
-
 def _neighbours(half: CostGraph, schedule: Schedule) -> Iterator[Schedule]:
     gathers, reductions = schedule
-    uses = sorted({0, *(gather.first_use_slot for gather in half.gathers)})
-    gradients = sorted({reduction.ready_slot for reduction in half.reductions})
-    issues = sorted({len(half.seconds) + 1, *(timed.issue_slot for timed in reductions)})
+    uses = issue_points.gather_issue_slots(half)
+    gradients = issue_points.reduction_issue_slots(half)
+    issues = issue_points.reduction_wait_slots(schedule, len(half.seconds))
     for i, timed in enumerate(gathers):
         first = gathers[i - 1].issue_slot if i else 0
         last = gathers[i + 1].issue_slot if i + 1 < len(gathers) else timed.wait_slot
@@ -362,42 +342,13 @@ def _put(buckets: tuple[ScheduledBucket, ...], i: int, *new: ScheduledBucket) ->
     return (*buckets[:i], *new, *buckets[i + 1 :])
 
 
-def buckets_of(
-    half: CostGraph, schedule: Schedule, position: Mapping[str, int]
-) -> tuple[tuple[Bucket, ...], tuple[Bucket, ...]]:
-    """Gather and reduction buckets that have the slots of ``schedule``; ``scheduled`` is the inverse.
-
-    ``position``: of each FQN in packing order.
-    """
-    used = {gather.first_use_slot: gather.fqn for gather in reversed(half.gathers)}
-    gathers = []
-    for i, timed in enumerate(schedule.gathers):
-        members = [half.gathers[k] for k in timed.members]
-        fqns = tuple(sorted((member.fqn for member in members), key=position.__getitem__))
-        first = min(members, key=lambda member: member.first_use_slot).fqn
-        gathers.append(Bucket(fqns, used.get(timed.issue_slot), first, position=i))
-    complete = {reduction.ready_slot: reduction.fqn for reduction in half.reductions}
-    reduced = [[half.reductions[k].fqn for k in timed.members] for timed in schedule.reductions]
-    issued = {
-        timed.issue_slot: fqns[0] for timed, fqns in reversed(list(zip(schedule.reductions, reduced, strict=True)))
-    }
-    reductions = []
-    for i, (timed, made) in enumerate(zip(schedule.reductions, reduced, strict=True)):
-        _, wait, then = (made[0] if slot == timed.issue_slot else issued.get(slot) for slot in timed[1:])
-        packed = tuple(sorted(made, key=position.__getitem__))
-        reductions.append(
-            Bucket(packed, complete[timed.issue_slot], wait, then if timed.all_reduce_slot >= 0 else None, i)
-        )
-    return tuple(gathers), tuple(reductions)
-
-
 def _arrange(half: CostGraph, choice: _Choice) -> ReplayedSchedule:
     """When to issue and await the buckets of a choice."""
     end = len(half.seconds)
     run = Replay(half)
     due = _GatherIssue(half, choice, run)
     complete = [max(half.reductions[i].ready_slot for i in members) for members in choice.reductions]
-    gradients = sorted({reduction.ready_slot for reduction in half.reductions})
+    gradients = issue_points.reduction_issue_slots(half)
     gathers: list[ScheduledBucket] = []
     reductions: list[ScheduledBucket] = []
     gathering: deque[tuple[int, list[CollectiveSpan]]] = deque()
@@ -455,7 +406,7 @@ class _GatherIssue:
         self._room = choice.room
         self._margin = choice.margin
         self._at = list(accumulate(half.seconds, initial=0.0))
-        self._slots = sorted({0, *(gather.first_use_slot for gather in half.gathers)})
+        self._slots = issue_points.gather_issue_slots(half)
         self._nbytes = [sum(half.gathers[i].nbytes for i in members) for members in choice.gathers]
         self._channels = [half.gathers[members[0]].kind.channel for members in choice.gathers]
         self._latest = [math.inf] * (len(self.uses) + 1)

@@ -4,16 +4,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from inductor_passes.scheduling.replay import (
-    CollectiveSpan,
-    CostGraph,
-    Gather,
-    Reduction,
-    Schedule,
-    ScheduledBucket,
-    Timeline,
-    replay,
-)
+from inductor_passes.scheduling.cost_graph import CostGraph, Gather, Reduction
+from inductor_passes.scheduling.issue_points import Schedule, ScheduledBucket
+from inductor_passes.scheduling.replay import CollectiveSpan, Timeline, replay
 
 Cause = Literal["nothing", "dependency", "channel", "memory", "compute", "plan"]
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.keep_unsharded import choose_unsharded, keep_unsharded
-from inductor_passes.scheduling.replay import CostGraph, Timeline
+from inductor_passes.scheduling.replay import Timeline
 from inductor_passes.scheduling.search import search_schedule
 from simplefsdp.analysis.diagnosis import Cause, Diagnosis, diagnose
 from simplefsdp.analysis.measurement import Measurement

@@ -8,17 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from inductor_passes.scheduling.replay import (
-    CollectiveKind,
-    CostGraph,
-    Gather,
-    Reduction,
-    Schedule,
-    Timeline,
-    lower_bound,
-    replay,
-    schedule_of,
-)
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
+from inductor_passes.scheduling.issue_points import Schedule, schedule_of
+from inductor_passes.scheduling.replay import Timeline, lower_bound, replay
 from simplefsdp.frontend.sharding import ShardedParameter
 from simplefsdp.hardware.profile import HardwareProfile
 from simplefsdp.plan.bucket_plan import BucketPlan

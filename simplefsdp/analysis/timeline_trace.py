@@ -8,7 +8,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from inductor_passes.scheduling.replay import CollectiveSpan, CostGraph, Timeline
+from inductor_passes.scheduling.cost_graph import CostGraph
+from inductor_passes.scheduling.replay import CollectiveSpan, Timeline
 from simplefsdp.analysis.measurement import GraphRun
 from simplefsdp.analysis.prediction import Prediction, StepCosts
 

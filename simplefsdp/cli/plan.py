@@ -20,9 +20,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
+from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.keep_unsharded import keep_unsharded
 from inductor_passes.scheduling.repeat_blocks import BlocksDifferError, repeat_blocks
-from inductor_passes.scheduling.replay import CostGraph
 from simplefsdp.analysis.explanation import Explanation, explain
 from simplefsdp.analysis.prediction import StepCosts, predict, step_costs, step_state, timelines
 from simplefsdp.analysis.timeline_trace import prediction_files

@@ -27,13 +27,14 @@ from torch.fx import Graph, GraphModule
 import inductor_passes
 from inductor_passes.bucket import assign, bucket
 from inductor_passes.collectives import GraphParameter, identify, reductions
-from inductor_passes.order import first_uses, graph_items, last_gradients, order_graph
+from inductor_passes.order import order_graph
 from inductor_passes.partition import partition
 from inductor_passes.runtime.agreement import add_record
 from inductor_passes.runtime.graph_dump import DUMP_NAMES, Report
 from inductor_passes.runtime.record import is_step, record_graph
+from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.cost_model import EquivalentGroups, cost_graph_of
-from inductor_passes.scheduling.replay import CostGraph
+from inductor_passes.scheduling.order_items import first_uses, graph_items, last_gradients
 from inductor_passes.tag import tag
 from inductor_passes.torch_compat.aot_autograd import PartitionedGraphs, is_backward, is_higher_order_body
 from inductor_passes.torch_compat.dynamo import compile_id, trace_artifact

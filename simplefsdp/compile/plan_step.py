@@ -8,15 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from inductor_passes.collectives import GraphParameter
+from inductor_passes.scheduling.cost_graph import CostGraph
+from inductor_passes.scheduling.issue_points import buckets_of, schedule_of
 from inductor_passes.scheduling.keep_unsharded import choose_unsharded
-from inductor_passes.scheduling.replay import CostGraph, schedule_of
-from inductor_passes.scheduling.search import (
-    TIME_TOLERANCE,
-    buckets_of,
-    greedy_schedule,
-    least_memory_schedule,
-    search_schedule,
-)
+from inductor_passes.scheduling.search import TIME_TOLERANCE, greedy_schedule, least_memory_schedule, search_schedule
 from simplefsdp.frontend.sharding import Reshard
 from simplefsdp.hardware.profile import HardwareProfile
 from simplefsdp.plan.bucket_plan import BucketPlan, GraphUses

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inductor_passes.order import Bucket
+from inductor_passes.scheduling.issue_points import Bucket, check_points
 from simplefsdp.text.messages import unknown
 
 _VERSION = 2
@@ -148,26 +148,8 @@ class BucketPlan:
     def check_order(self, uses: "GraphUses") -> None:
         """Raise ``ValueError`` if a bucket is issued after it is needed or awaited before it is issued, in graphs with
         these uses; it names the bucket."""
-        for direction in ("forward", "backward"):
-            place = {fqn: i for i, fqn in enumerate(getattr(uses, direction))}
-            for i, bucket in enumerate(getattr(self, direction)):
-                due = min((place[fqn] for fqn in bucket.fqns if fqn in place), default=len(place))
-                for point in ("issue", "wait"):
-                    fqn = getattr(bucket, point)
-                    if place.get(fqn, -1) > due:
-                        first = next(f for f in bucket.fqns if place.get(f) == due)
-                        raise ValueError(f"plan: {direction}[{i}].{point}: {fqn} is used after {first}, of this bucket")
-                if place.get(bucket.issue or "", -1) > place.get(bucket.wait or "", due):
-                    raise ValueError(
-                        f"plan: {direction}[{i}]: {bucket.issue}, its issue point, is used after its wait point"
-                    )
-        issued = {}
-        for i, bucket in enumerate(self.reductions):
-            issued.update(dict.fromkeys(bucket.fqns, i))
-        for i, bucket in enumerate(self.reductions):
-            points = [issued.get(fqn, len(issued)) for fqn in (bucket.all_reduce_after, bucket.wait) if fqn]
-            if points != sorted(points) or (points and points[0] < i):
-                raise ValueError(f"plan: reductions[{i}]: its points come before what they wait for")
+        gathers = {"forward": self.forward, "backward": self.backward}
+        check_points(gathers, {"forward": uses.forward, "backward": uses.backward}, self.reductions)
 
 
 def fqn_range(fqns: Sequence[str]) -> str:

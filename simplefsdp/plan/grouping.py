@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
 
-from inductor_passes.order import Bucket
+from inductor_passes.scheduling.issue_points import Bucket
 from simplefsdp.plan.bucket_plan import BucketPlan, GraphUses
 from simplefsdp.text.messages import unknown
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from inductor_passes.scheduling import replay as timeline
-from inductor_passes.scheduling.replay import CollectiveKind, CostGraph, Gather, Reduction
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 from simplefsdp.hardware.profile import Network
 from simplefsdp.rehearsal.group import Collective
 

@@ -15,9 +15,9 @@ from inductor_passes import bucket as bucket_pass
 from inductor_passes.bucket import assign, bucket
 from inductor_passes.collectives import FQNS, gathers, reductions
 from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS
-from inductor_passes.order import Bucket, PlanError
 from inductor_passes.runtime.graph_dump import render_graph
 from inductor_passes.runtime.record import record_graph, recorded_sequence
+from inductor_passes.scheduling.issue_points import Bucket, PlanError
 from tests.graphs import ALL_GATHER, REDUCE_SCATTER, WAIT, fqns, nodes
 
 RANKS = 3

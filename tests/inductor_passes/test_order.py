@@ -20,8 +20,10 @@ from inductor_passes import inductor_order as scheduler
 from inductor_passes import order as order_pass
 from inductor_passes.collectives import FQNS
 from inductor_passes.ops.pack import UNPACK_WEIGHTS
-from inductor_passes.order import Bucket, OrderItem, PlanError, check_order, first_uses, graph_items, order
+from inductor_passes.order import check_order, order
 from inductor_passes.runtime.record import Record
+from inductor_passes.scheduling.issue_points import Bucket, PlanError
+from inductor_passes.scheduling.order_items import OrderItem, first_uses, graph_items
 from inductor_passes.torch_compat.inductor import NO_OTHER_REORDERING
 from simplefsdp import BucketPlan, manual_plan, simple_fsdp
 from tests.graphs import WAIT, capture

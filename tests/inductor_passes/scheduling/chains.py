@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 
-from inductor_passes.scheduling.replay import CollectiveKind, CostGraph, Gather, Reduction
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 
 _SECONDS = st.sampled_from([0.2, 1.0, 2.0, 5.0])
 

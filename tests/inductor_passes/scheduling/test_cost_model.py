@@ -11,8 +11,8 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
+from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.cost_model import cost_graph_of, node_costs
-from inductor_passes.scheduling.replay import CostGraph
 from simplefsdp import simple_fsdp
 from tests.graphs import capture
 

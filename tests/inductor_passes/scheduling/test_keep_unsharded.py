@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather
 from inductor_passes.scheduling.cost_model import cost_graph_of
 from inductor_passes.scheduling.keep_unsharded import choose_unsharded, keep_unsharded
-from inductor_passes.scheduling.replay import CollectiveKind, CostGraph, Gather
 from inductor_passes.scheduling.search import least_memory_schedule, search_schedule
 from simplefsdp import simple_fsdp
 from tests.graphs import capture

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
+from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.repeat_blocks import BlocksDifferError, repeat_blocks
-from inductor_passes.scheduling.replay import CostGraph
 from simplefsdp import simple_fsdp
 from simplefsdp.compile.backend import Traced, trace_only
 from tests.models import PROFILE, batch, tiny_llama

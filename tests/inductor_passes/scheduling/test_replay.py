@@ -7,21 +7,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from inductor_passes.order import Bucket, OrderItem, order
-from inductor_passes.scheduling.replay import (
-    CollectiveKind,
-    CollectiveSpan,
-    CostGraph,
-    Gather,
-    Reduction,
-    Replay,
-    Schedule,
-    ScheduledBucket,
-    Timeline,
-    lower_bound,
-    replay,
-    schedule_of,
-)
+from inductor_passes.order import order
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
+from inductor_passes.scheduling.issue_points import Bucket, Schedule, ScheduledBucket, schedule_of
+from inductor_passes.scheduling.order_items import OrderItem
+from inductor_passes.scheduling.replay import CollectiveSpan, Replay, Timeline, lower_bound, replay
 from inductor_passes.scheduling.search import least_memory_schedule
 from tests.inductor_passes.scheduling.chains import halves
 

@@ -11,27 +11,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given, settings
 
-from inductor_passes.order import Bucket
 from inductor_passes.scheduling.bucket_boundaries import gather_boundaries, reduction_boundaries
-from inductor_passes.scheduling.replay import (
-    CollectiveKind,
-    CostGraph,
-    Gather,
-    Reduction,
-    Replay,
-    Schedule,
-    ScheduledBucket,
-    lower_bound,
-    replay,
-    schedule_of,
-)
-from inductor_passes.scheduling.search import (
-    _GatherIssue,
-    buckets_of,
-    greedy_schedule,
-    least_memory_schedule,
-    search_schedule,
-)
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
+from inductor_passes.scheduling.issue_points import Bucket, Schedule, ScheduledBucket, buckets_of, schedule_of
+from inductor_passes.scheduling.replay import Replay, lower_bound, replay
+from inductor_passes.scheduling.search import _GatherIssue, greedy_schedule, least_memory_schedule, search_schedule
 from tests.inductor_passes.scheduling.chains import halves
 
 

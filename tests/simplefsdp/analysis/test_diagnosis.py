@@ -4,15 +4,9 @@ import math
 
 import pytest
 
-from inductor_passes.scheduling.replay import (
-    CollectiveKind,
-    CostGraph,
-    Gather,
-    Reduction,
-    Schedule,
-    ScheduledBucket,
-    replay,
-)
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
+from inductor_passes.scheduling.issue_points import Schedule, ScheduledBucket
+from inductor_passes.scheduling.replay import replay
 from simplefsdp.analysis.diagnosis import diagnose
 
 KIND = CollectiveKind("shard", alpha_s=1.0, s_per_byte=0.1)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from inductor_passes.order import Bucket
-from inductor_passes.scheduling.replay import CollectiveKind, CostGraph, Gather
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather
+from inductor_passes.scheduling.issue_points import Bucket
 from simplefsdp import BucketPlan
 from simplefsdp.analysis.explanation import Explanation, explain
 from simplefsdp.analysis.prediction import StepCosts

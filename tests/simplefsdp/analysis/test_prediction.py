@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from inductor_passes.order import Bucket
-from inductor_passes.scheduling.replay import CollectiveKind, CostGraph, Gather, Reduction
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
+from inductor_passes.scheduling.issue_points import Bucket
 from simplefsdp import BucketPlan, HardwareProfile, simple_fsdp
 from simplefsdp.analysis.prediction import Prediction, StepState, predict, step_costs, step_state, timelines
 from tests.models import PROFILE, batch, tiny_llama

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes.collectives import BUCKET, FQNS
-from inductor_passes.scheduling.replay import Schedule, schedule_of
+from inductor_passes.scheduling.issue_points import Schedule, schedule_of
 from inductor_passes.scheduling.search import greedy_schedule, search_schedule
 from simplefsdp import BucketPlan, manual_plan, simple_fsdp
 from simplefsdp.compile.backend import passes_for

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from inductor_passes.order import Bucket
+from inductor_passes.scheduling.issue_points import Bucket
 from simplefsdp import BucketPlan, manual_plan
 from simplefsdp.plan.bucket_plan import GraphUses
 from simplefsdp.plan.grouping import block_buckets, blocks, resolve_plan

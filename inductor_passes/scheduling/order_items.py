@@ -1,0 +1,174 @@
+"""What ``order`` and the cost model ask of a graph's nodes: needs, role in communication, place among compute nodes.
+
+``graph_items`` answers for FX nodes, ``kernel_items`` (``inductor_order.py``) for Inductor's kernels.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, cast
+
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
+
+from inductor_passes.collectives import ALL_GATHER, BUCKET, FQNS, WAIT
+from inductor_passes.ops.pack import PACK_GRADIENTS, UNPACK_WEIGHTS
+from inductor_passes.scheduling.issue_points import Bucket
+
+Kind = Literal["compute", "gather", "gathered", "pack", "reduction", "reduced"]
+
+
+class OrderItem(NamedTuple):
+    """A node of a graph, or a kernel, as ``order`` sees it."""
+
+    needs: frozenset[int]
+    """Positions of the nodes that must come before."""
+    reads_inputs: bool = False
+    """Whether the node reads an input of the graph."""
+    kind: Kind = "compute"
+    """``"gather"`` and ``"reduction"`` issue a collective of parameters, ``"gathered"`` and ``"reduced"`` await one,
+    ``"pack"`` packs gradients; everything else is ``"compute"``."""
+    fqns: tuple[str, ...] = ()
+    """Parameters whose collective the node issues, awaits or packs."""
+    bucket: Bucket | None = None
+    """The bucket of that collective; ``None`` for compute."""
+    is_all_reduce_after: bool = False
+    """Whether the node issues or awaits the all-reduce of a reduce-scatter's result."""
+    has_all_reduce: bool = False
+    """Whether the node awaits a reduce-scatter whose result is then all-reduced."""
+    weights: tuple[str, ...] = ()
+    """FQNs of the parameters whose full weights are this node's result: a wait's, or an unpacked member's."""
+    gradients: tuple[tuple[int, str], ...] = ()
+    """The position of each full gradient (-1: an input of the graph) and its FQN, for a node that issues a reduction
+    or packs one."""
+
+
+def graph_items(graph: Graph) -> tuple[list[Node], list[OrderItem]]:
+    """Return the nodes of an FX graph that ``order`` arranges, and an ``OrderItem`` for each."""
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+    position = {node: i for i, node in enumerate(nodes)}
+    items = []
+    for node in nodes:
+        needs = frozenset(position[n] for n in node.all_input_nodes if n in position)
+        plain = OrderItem(needs, reads_inputs=any(n.op == "placeholder" for n in node.all_input_nodes))
+        inputs = [n for n in tree_leaves(node.args) if isinstance(n, Node)]
+        items.append(order_item(node, plain, [position.get(n, -1) for n in inputs]))
+    return nodes, items
+
+
+def order_item(node: Node, plain: OrderItem, sources: Sequence[int]) -> OrderItem:
+    """Return ``plain`` with its role in communication.
+
+    Args:
+        node: the FX node that ``plain`` is, or that became the kernel that ``plain`` is.
+        plain: an item that has its needs and nothing else.
+        sources: positions of the node's inputs, in the order of its arguments; none for a kernel that only hands on a
+            result.
+    """
+    if node.target is operator.getitem and _source(node).target is UNPACK_WEIGHTS:
+        return plain._replace(weights=(_source(_source(_source(node))).meta[FQNS][cast(int, node.args[1])],))
+    if node.target is PACK_GRADIENTS:
+        reduction = next(iter(node.users))
+        fqns = reduction.meta[FQNS]
+        gradients = tuple(zip(sources, fqns, strict=True)) if sources else ()
+        return plain._replace(kind="pack", fqns=fqns, bucket=reduction.meta.get(BUCKET), gradients=gradients)
+    collective = _source(node) if node.target is WAIT else node
+    if FQNS not in collective.meta:
+        return plain
+    fqns = collective.meta[FQNS]
+    item = plain._replace(fqns=fqns, bucket=collective.meta.get(BUCKET))
+    if collective.target is ALL_GATHER:
+        if node is collective:
+            return item._replace(kind="gather")
+        return item._replace(kind="gathered", weights=fqns if len(fqns) == 1 else ())
+    item = item._replace(is_all_reduce_after=_follows(collective))
+    if node is not collective:
+        return item._replace(kind="reduced", has_all_reduce=any(FQNS in user.meta for user in node.users))
+    if item.is_all_reduce_after or _source(node).target is PACK_GRADIENTS:
+        return item._replace(kind="reduction")
+    return item._replace(kind="reduction", gradients=((sources[0], fqns[0]),))
+
+
+def _follows(reduction: Node) -> bool:
+    source = _source(reduction)
+    return source.target is WAIT and FQNS in _source(source).meta
+
+
+def _source(node: Node) -> Node:
+    return node.all_input_nodes[0]
+
+
+class ComputePositions(NamedTuple):
+    """Positions of uses, gradients and copies among the compute nodes of a graph, which are numbered from 0."""
+
+    main: dict[int, int]
+    """The number of each item that is a compute node."""
+    copy_in: set[int]
+    """Items that prepare gathers, as casts and pads of shards do."""
+    copy_out: set[int]
+    """Items that read nothing but gathered weights, or nothing but reduced gradients."""
+    first_use_slot: dict[str, int]
+    """The first compute node that reads a gathered weight, by FQN; the number of compute nodes if none does."""
+    last_use_slot: dict[str, int]
+    """The last compute node that reads a gathered weight, by FQN, for weights that one reads."""
+    ready_slot: dict[str, int]
+    """The compute node before which a full gradient is complete, by FQN; their number if the last one makes it."""
+    weights: list[tuple[str, ...]]
+    """For each item, the FQNs of the full weights that it holds or is made of; none for compute nodes."""
+
+
+def compute_positions(items: Sequence[OrderItem]) -> ComputePositions:
+    """Return where a graph's compute nodes use weights and complete gradients, and which items only copy."""
+    users = users_of(items)
+    copy_in: set[int] = set()
+    for i in reversed(range(len(items))):
+        prepares = users[i] and all(user in copy_in or items[user].kind in ("gather", "gathered") for user in users[i])
+        if items[i].kind == "compute" and prepares:
+            copy_in.add(i)
+    copy_out: set[int] = set()
+    main: dict[int, int] = {}
+    weights: list[tuple[str, ...]] = []
+    use: dict[str, int] = {}
+    last_use: dict[str, int] = {}
+    for i, item in enumerate(items):
+        # In the order of the nodes: sets of strings have another order in every process, and ranks must agree.
+        read = tuple(dict.fromkeys(fqn for need in sorted(item.needs) for fqn in weights[need]))
+        weights.append(item.weights or read)
+        if item.kind != "compute" or i in copy_in:
+            continue
+        received = (n in copy_out or items[n].kind in ("gathered", "reduced") for n in item.needs)
+        if item.needs and not item.reads_inputs and all(received):
+            copy_out.add(i)
+            continue
+        weights[i] = ()
+        main[i] = len(main)
+        for fqn in read:
+            use.setdefault(fqn, main[i])
+            last_use[fqn] = main[i]
+    gradient = {}
+    for item in items:
+        for fqn in item.weights:
+            use.setdefault(fqn, len(main))
+        for producer, fqn in item.gradients:
+            gradient[fqn] = 0 if producer < 0 else main.get(producer, len(main) - 1) + 1
+    return ComputePositions(main, copy_in, copy_out, use, last_use, gradient, weights)
+
+
+def first_uses(items: Sequence[OrderItem]) -> list[str]:
+    """Return the FQNs of the gathered parameters in the order of their first use."""
+    use = compute_positions(items).first_use_slot
+    return sorted(use, key=lambda fqn: use[fqn])
+
+
+def last_gradients(items: Sequence[OrderItem]) -> list[str]:
+    """Return the FQNs of the reduced parameters in the order in which their full gradients become complete."""
+    there = compute_positions(items).ready_slot
+    return sorted(there, key=lambda fqn: there[fqn])
+
+
+def users_of(items: Sequence[OrderItem]) -> list[list[int]]:
+    """For each item, the positions of the items that need it."""
+    users: list[list[int]] = [[] for _ in items]
+    for i, item in enumerate(items):
+        for need in item.needs:
+            users[need].append(i)
+    return users
