@@ -14,7 +14,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["simplefsdp*", "inductor_passes*"]),
     package_data={"": ["py.typed", "*.html", "*.cpp"]},
-    install_requires=["torch>=2.11", "numpy", "tqdm"],
+    install_requires=["torch>=2.11", "numpy", "tqdm", "filelock", "platformdirs"],
     extras_require={
         "report": _REPORT,
         "torchtitan": ["torchtitan==0.3.0", "triton"],  # one more system for benchmarks/overlap.py

@@ -46,7 +46,8 @@ from simplefsdp.hardware.profile import Network, flat, network
 from simplefsdp.models import llama
 from simplefsdp.rehearsal.group import World
 from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism, System
-from simplefsdp.rehearsal.timing import TrainingRun, Workload, fresh_compile_cache, measure
+from simplefsdp.rehearsal.timing import TrainingRun, fresh_compile_cache, measure
+from simplefsdp.rehearsal.workload import Workload
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "block"

@@ -25,7 +25,8 @@ from simplefsdp.hardware.profile import Network
 from simplefsdp.models import llama
 from simplefsdp.rehearsal.group import World
 from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism
-from simplefsdp.rehearsal.timing import TrainingRun, Workload
+from simplefsdp.rehearsal.timing import TrainingRun
+from simplefsdp.rehearsal.workload import Workload
 
 AGREES = 0.15
 SEEN = ("fsdp2", "block")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from simplefsdp.calibration import calibrate
+from simplefsdp.hardware.cache import cache_path
 from simplefsdp.hardware.profile import save
 from tests.models import PROFILE
 
@@ -33,7 +33,7 @@ def run(command: list[str]) -> str:
         folder = Path(cache, "simplefsdp")
         folder.mkdir()
         for ranks in (2, 4):
-            save(PROFILE, folder / calibrate._cache_path(torch.device("cpu"), ranks).name)
+            save(PROFILE, folder / cache_path(torch.device("cpu"), ranks).name)
         environment = os.environ | {"XDG_CACHE_HOME": cache}
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-5000:]

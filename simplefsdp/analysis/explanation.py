@@ -14,7 +14,8 @@ from inductor_passes.scheduling.search import search_schedule
 from simplefsdp.analysis.diagnosis import Cause, Diagnosis, diagnose
 from simplefsdp.analysis.measurement import Measurement
 from simplefsdp.analysis.prediction import Prediction, StepCosts, predict, schedules, timelines
-from simplefsdp.plan.bucket_plan import BucketPlan, fqn_range
+from simplefsdp.plan.bucket_plan import BucketPlan
+from simplefsdp.text.messages import fqn_range
 
 ROWS = 12
 """How many buckets the text shows, those that are exposed longest first, if it is not to show all."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from simplefsdp.analysis.explanation import Explanation
-from simplefsdp.plan.bucket_plan import fqn_range
+from simplefsdp.text.messages import fqn_range
 
 _COLORS = {
     "compute": "#c7ccd1",

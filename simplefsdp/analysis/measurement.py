@@ -6,7 +6,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from simplefsdp.plan.bucket_plan import fqn_range
+from simplefsdp.text.messages import fqn_range
 
 
 class MeasuredCollective(NamedTuple):

@@ -1,25 +1,12 @@
-"""Measure what this device reaches, and under torchrun the network between its ranks: a ``HardwareProfile``.
+"""Measure what a device reaches, as a ``HardwareProfile``."""
 
-    simplefsdp calibrate --network h100-8-nodes --out profile.json
-    torchrun --nproc-per-node 2 -m simplefsdp calibrate
-
-What was measured with its network is kept, and ``plan="auto"`` finds it where as many ranks train on such a device. On
-CPUs of one node, under torchrun, it runs this command by itself.
-"""
-
-import argparse
-import fcntl
 import json
 import logging
 import math
-import os
-import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,15 +18,13 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from simplefsdp import rehearsal
 from simplefsdp.api import simple_fsdp
-from simplefsdp.calibration.measure_network import LinkFit, measure_network
-from simplefsdp.hardware.profile import Curve, HardwareProfile, Network, flat, load_profile, network, save
+from simplefsdp.hardware.cache import cache_path
+from simplefsdp.hardware.profile import Curve, HardwareProfile, Network, flat, load_profile, save
 from simplefsdp.plan.grouping import manual_plan
 
 log = logging.getLogger("simplefsdp")
 
 _c10d = torch.ops._c10d_functional
-_VERSION = 2
-"""Of what is measured."""
 _REPEATS = 15
 _UNSTEADY = 0.15
 """By how much calls may vary (``_Clock.spreads``) on a machine that does nothing else."""
@@ -47,148 +32,13 @@ _COLD_BYTES = 64 << 20
 """Operands are taken in turn from so many bytes: in a step they were last touched a while ago."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
-    add("--threads", type=int, default=1, help="of compute on cpu")
-    add("--network", help="name or JSON file of the network between such devices (default: measured, under torchrun)")
-    add("--out", type=Path, help="JSON file for the profile (default: where this user's profiles are kept)")
-
-
-def run(args: argparse.Namespace) -> None:
-    """``simplefsdp calibrate``: measure this device, print the profile, and keep it.
-
-    Under torchrun all ranks measure at once, as they train; the numbers of rank 0 count, and a rank of each node keeps
-    them.
-
-    Raises:
-        ValueError: an argument is not valid; names it.
-    """
-    if args.threads < 1:
-        raise ValueError(f"--threads: expected a positive number, found {args.threads}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: cuda, but torch sees no GPU here")
-    ranks, local_rank, local_ranks = (
-        int(os.environ.get(name, value))
-        for name, value in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
-    )
-    if args.network is None and ranks == 1:
-        raise ValueError("--network: missing (it is measured under torchrun, with several ranks)")
-    torch.set_num_threads(args.threads)
-    device = torch.device(args.device, local_rank) if args.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    path = args.out or _cache_path(device, ranks if args.network is None else 1)
-    profile = calibrate(device, network(args.network or "cpu-bandwidth"))
-    fits: dict[str, dict[str, LinkFit]] = {}
-    if ranks > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        if args.network is None:
-            measured, fits = measure_network(device, local_ranks)
-            profile = replace(profile, network=measured)
-        of_rank_0 = [profile]
-        dist.broadcast_object_list(of_rank_0)
-        profile = of_rank_0[0]
-        dist.destroy_process_group()
-    if local_rank == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save(profile, path)
-    if int(os.environ.get("RANK", "0")) == 0:
-        print("\n".join([*_lines(profile, fits), f"kept in {path}"]))
-
-
-def _lines(profile: HardwareProfile, fits: Mapping[str, Mapping[str, LinkFit]]) -> Iterator[str]:
-    for kind in ("matmul", "attention"):
-        for dtype, curve in getattr(profile, kind).items():
-            rates = ", ".join(f"{rate / 1e9:.0f} at {size:.0e}" for size, rate in curve)
-            yield f"{kind}, {dtype}, GFLOP/s by operations: {rates}"
-    yield "memory, GB/s by bytes: " + ", ".join(f"{rate / 1e9:.1f} at {size:.0e}" for size, rate in profile.memory)
-    yield (
-        f"a kernel: {1e6 * profile.launch_s:.1f} us, a collective: {1e6 * profile.collective_launch_s:.1f} us and "
-        f"{1e12 * profile.collective_s_per_byte:.0f} us a MB, a parameter: {1e6 * profile.parameter_s:.1f} us a step"
-    )
-    for level, found in fits.items():
-        for kind, (alpha, per_byte, error) in found.items():
-            yield (
-                f"{kind}, {level} nodes: {1e6 * alpha:.0f} us and {1e-9 / per_byte:.2f} GB/s, within {error:.0%} of "
-                "what all sizes took"
-            )
-
-
 def calibrated_profile(device: torch.device, network: Network) -> HardwareProfile:
     """The profile of ``device`` that this user's cache has, or else ``calibrate`` makes and keeps, with ``network``."""
-    path = _cache_path(device)
+    path = cache_path(device)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         save(calibrate(device, network), path)
     return replace(load_profile(path), network=network)
-
-
-def cached_profile_path(device: torch.device, ranks: int) -> Path | None:
-    """The file of what ``torchrun -m simplefsdp calibrate`` measured here with so many ranks, if it has."""
-    path = _cache_path(device, ranks)
-    return path if ranks > 1 and path.exists() else None
-
-
-def measure_on_first_use(device: torch.device, ranks: int) -> Path | None:
-    """The file that ``kept_with_network`` finds from now on; None but for CPUs of one node, where torchrun has started
-    all ``ranks``.
-
-    The first of them that comes runs the command, for a minute. Others that come wait for it, and who does not come is
-    not waited for: nothing here is a collective.
-
-    Raises:
-        RuntimeError: the command failed.
-    """
-    here = os.environ.get("LOCAL_WORLD_SIZE") == str(ranks) and dist.get_backend() not in ("fake", "rehearsal")
-    if device.type != "cpu" or ranks == 1 or not here:
-        return None
-    path = _cache_path(device, ranks)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                _measure_in_own_processes(path, ranks)
-    except OSError as error:
-        log.warning("calibrate: nothing can be kept in %s: %s", path.parent, error)
-        return None
-    return path
-
-
-def _measure_in_own_processes(path: Path, ranks: int) -> None:
-    launch = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}"
-    command = f"{launch} -m simplefsdp calibrate --device cpu --threads {torch.get_num_threads()}"
-    log.warning(
-        "plan: measuring this CPU and the network between %d ranks, once, for a minute; it is kept in %s. "
-        "options={'plan': 'block'} needs none of it",
-        ranks,
-        path,
-    )
-    environment = {
-        # An error of theirs is not one of this process.
-        **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
-        "PYTHONPATH": os.pathsep.join(folder or os.curdir for folder in sys.path),
-    }
-    arguments = [sys.executable, *command.split()]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(
-            "option 'plan': measuring this CPU failed (options={'plan': 'block'} needs none of it). "
-            f"python {command}:\n{done.stderr[-2000:]}"
-        )
-
-
-def _cache_path(device: torch.device, ranks: int = 1) -> Path:
-    """Another file for what may change the numbers. ``ranks``: between which the network was measured."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "simplefsdp"
-    if device.type == "cuda":
-        what = torch.cuda.get_device_name(device)
-    else:
-        what = f"cpu {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads"
-    with_network = f" {ranks} ranks" if ranks > 1 else ""
-    name = f"profile {_VERSION} {what} torch {torch.__version__}{with_network}.json"
-    return folder / re.sub(r"[^\w.]+", "-", name)
 
 
 def calibrate(device: torch.device, network: Network) -> HardwareProfile:

@@ -9,7 +9,7 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from simplefsdp.analysis.explanation import Explanation, explain
 from simplefsdp.analysis.prediction import StepCosts, predict, step_costs, step_state, timelines
 from simplefsdp.analysis.timeline_trace import prediction_files
 from simplefsdp.api import simple_fsdp
-from simplefsdp.cli.rehearse import MODELS, check_meshes, meshes, model_factory, parallelized
 from simplefsdp.compile.backend import Traced, trace_only
 from simplefsdp.compile.plan_step import (
     SearchRequest,
@@ -44,6 +43,7 @@ from simplefsdp.plan.grouping import BLOCK, block_of, resolve_plan
 from simplefsdp.rehearsal import world
 from simplefsdp.rehearsal.systems import cross_entropy
 from simplefsdp.rehearsal.timing import PEAK_FLOPS, flops_per_token
+from simplefsdp.rehearsal.workload import MODELS, RankLayout, model_factory, parallelized
 from simplefsdp.text.messages import unknown
 
 _TRACED = 5
@@ -135,7 +135,7 @@ def plan_step(args: argparse.Namespace, profile: HardwareProfile, bar: tqdm) -> 
     """
 
     def build(layers: int | None) -> nn.Module:
-        factory = model_factory(argparse.Namespace(**vars(args) | {"layers": layers}))
+        factory = _factory(args, layers)
         with torch.device("meta"):
             model = parallelized(factory(), tp)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -144,7 +144,7 @@ def plan_step(args: argparse.Namespace, profile: HardwareProfile, bar: tqdm) -> 
 
     bar.set_description("tracing")
     with world(args.ranks, profile.network):
-        mesh, tp = meshes(args, "cpu", profile.network.ranks_per_node)
+        mesh, tp = _layout(args, profile).meshes("cpu")
         whole = build(args.layers)
         flops, blocks = flops_per_token(whole, args.seq), _blocks(whole)
         halves = None
@@ -245,7 +245,7 @@ def _check(args: argparse.Namespace) -> HardwareProfile:
         parse_bytes(args.memory_budget)
     if args.keep_unsharded == "auto" and args.plan != "auto":
         raise ValueError("--keep-unsharded: auto needs --plan auto")
-    model_factory(args)
+    _factory(args, args.layers)
     if args.profile.endswith(".json"):
         if args.network is not None:
             raise ValueError("--network: the profile's file says it itself")
@@ -257,8 +257,18 @@ def _check(args: argparse.Namespace) -> HardwareProfile:
         profile = built_in(f"{args.profile}/{chosen}")
     if profile.network.ranks < args.ranks:
         raise ValueError(f"--ranks: {args.ranks}, but network {profile.network.name!r} has {profile.network.ranks}")
-    check_meshes(args, profile.network.ranks_per_node)
+    _layout(args, profile).check()
     return profile
+
+
+def _layout(args: argparse.Namespace, profile: HardwareProfile) -> RankLayout:
+    return RankLayout(args.ranks, profile.network.ranks_per_node, args.tp, args.hybrid)
+
+
+def _factory(args: argparse.Namespace, layers: int | None) -> Callable[[], nn.Module]:
+    return model_factory(
+        args.model, seq=args.seq, layers=layers, activation_checkpointing=args.activation_checkpointing
+    )
 
 
 def _swept(texts: Sequence[str]) -> dict[str, list[int]]:

@@ -1,39 +1,33 @@
 """``simplefsdp rehearse``: time one rank of a cluster on this machine."""
 
 import argparse
-import dataclasses
 import gc
-import importlib
 import json
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
 from simplefsdp.calibration.calibrate import calibrated_profile
 from simplefsdp.compile.plan_step import SEARCHED_PLANS
 from simplefsdp.hardware.profile import NETWORKS, HardwareProfile, Network, flat, network
-from simplefsdp.models import llama
 from simplefsdp.rehearsal.group import world
 from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism
 from simplefsdp.rehearsal.timing import (
     TimingResult,
     TrainingRun,
-    Workload,
     available_bytes,
     estimated_step_bytes,
     measure,
 )
+from simplefsdp.rehearsal.workload import MODELS, RankLayout, Workload, model_factory, parallelized
 from simplefsdp.text.messages import unknown
 
-MODELS = {f"llama3-{name.lower()}": name for name in llama.CONFIGS}
 PLANS = ("auto", "greedy", "block", "none")
 AGAINST = ("auto", "greedy", "block", "fsdp2", "fsdp2-compile", "inductor", "ddp", "single")
 
@@ -74,14 +68,17 @@ def run(args: argparse.Namespace) -> None:
     chosen = _network(args)
     names = [_system("--plan", args.plan, PLANS), *(_system("--against", n, AGAINST) for n in _names(args.against))]
     names = ["inductor" if name == "none" else name for name in names]
-    check_meshes(args, chosen.ranks_per_node)
-    build = model_factory(args)
+    layout = RankLayout(args.ranks, chosen.ranks_per_node, args.tp, args.hybrid)
+    layout.check()
+    build = model_factory(
+        args.model, seq=args.seq, layers=args.layers, activation_checkpointing=args.activation_checkpointing
+    )
     torch.set_num_threads(args.threads)
     torch._dynamo.config.recompile_limit = 64  # every system compiles the same forward
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     profile = None if SEARCHED_PLANS.isdisjoint(names) else calibrated_profile(torch.device(args.device), chosen)
     with world(args.ranks, chosen, rank=args.rank, multiprocessors=args.multiprocessors) as here:
-        workload = _workload(args, build, chosen, profile)
+        workload = _workload(args, build, layout, profile)
         for name in names if not args.anyway else ():
             _check_that_it_fits(name, workload)
         results, failed = [], {}
@@ -172,78 +169,10 @@ def _system(option: str, name: str, valid: tuple[str, ...]) -> str:
     return name
 
 
-def model_factory(args: argparse.Namespace) -> Callable[[], nn.Module]:
-    """What makes the model that ``args`` (``model``, ``layers``, ``seq``, ``activation_checkpointing``) name.
-
-    Raises:
-        ValueError: names the argument that is not valid.
-    """
-    if args.layers is not None and args.layers < 1:
-        raise ValueError(f"--layers: expected a positive number, found {args.layers}")
-    if args.model in MODELS:
-        config = llama.CONFIGS[MODELS[args.model]]
-        config = dataclasses.replace(
-            config,
-            layers=args.layers or config.layers,
-            max_seq_len=max(args.seq, 1024),
-            activation_checkpointing=args.activation_checkpointing,
-        )
-        return lambda: llama.Llama(config)
-    module, colon, name = args.model.partition(":")
-    if not colon:
-        raise ValueError("--model: " + unknown("model", args.model, MODELS) + ", or package.module:factory")
-    for option in ("layers", "activation_checkpointing"):
-        if getattr(args, option) not in (None, "none"):
-            raise ValueError(f"--{option.replace('_', '-')}: {args.model} has to see to that itself")
-    sys.path.insert(0, "")
-    try:
-        factory: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--model {args.model}: {error}") from error
-    return factory
-
-
-def check_meshes(args: argparse.Namespace, ranks_per_node: int) -> None:
-    """Raises ``ValueError`` if ``args`` (``ranks``, ``tp``, ``hybrid``) do not deal the ranks evenly."""
-    if args.hybrid and (args.ranks % ranks_per_node or args.ranks <= ranks_per_node):
-        raise ValueError(f"--hybrid: {args.ranks} ranks are not several nodes of {ranks_per_node}")
-    among = ranks_per_node if args.hybrid else args.ranks
-    if among % args.tp or (args.tp > 1 and args.tp >= among):
-        raise ValueError(f"--tp: {among} ranks{' of a node' * args.hybrid} are not several groups of {args.tp}")
-
-
-def meshes(args: argparse.Namespace, device: str, ranks_per_node: int) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Of data parallelism, and of tensor parallelism if there is any."""
-    nodes = args.ranks // ranks_per_node if args.hybrid else 1
-    dims = {"replicate": nodes, "shard": args.ranks // nodes // args.tp, "tp": args.tp}
-    wanted = ["replicate"] * args.hybrid + ["shard"] + ["tp"] * (args.tp > 1)
-    mesh = init_device_mesh(device, tuple(dims[name] for name in wanted), mesh_dim_names=tuple(wanted))
-    if args.tp == 1:
-        return mesh, None
-    return mesh["replicate", "shard"] if args.hybrid else mesh["shard"], mesh["tp"]
-
-
-def parallelized(model: Any, mesh: DeviceMesh | None) -> nn.Module:
-    """``model`` tensor parallel over ``mesh``, as its own method ``parallelize(mesh)`` does it.
-
-    Raises:
-        ValueError: it has none, or that refuses.
-    """
-    if mesh is None:
-        return model
-    if not hasattr(model, "parallelize"):
-        raise ValueError(f"--tp: {type(model).__name__} has no method parallelize(mesh)")
-    try:
-        model.parallelize(mesh)
-    except ValueError as error:
-        raise ValueError(f"--tp: {error}") from error
-    return model
-
-
 def _workload(
-    args: argparse.Namespace, build: Callable[[], nn.Module], chosen: Network, profile: HardwareProfile | None
+    args: argparse.Namespace, build: Callable[[], nn.Module], layout: RankLayout, profile: HardwareProfile | None
 ) -> Workload:
-    mesh, tp = meshes(args, args.device, chosen.ranks_per_node)
+    mesh, tp = layout.meshes(args.device)
     dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtype == "bf16" else MixedPrecisionPolicy()
     with torch.device("meta"):

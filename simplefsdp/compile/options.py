@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from inductor_passes.torch_compat.inductor import NO_OTHER_REORDERING, inductor_options
 from simplefsdp.compile.plan_step import SEARCHED_PLANS, SearchRequest, device_memory_bytes, parse_bytes
+from simplefsdp.hardware.cache import cached_profile_path, measure_on_first_use
 from simplefsdp.hardware.catalog import built_in, is_built_in, name_for
 from simplefsdp.hardware.profile import HardwareProfile, load_profile
 from simplefsdp.plan.bucket_plan import BucketPlan
@@ -120,8 +121,6 @@ def profile_of(options: Options, device: torch.device | None) -> HardwareProfile
     if isinstance(profile, HardwareProfile):
         return profile
     if profile is None and options.plan in SEARCHED_PLANS and device is not None:
-        from simplefsdp.calibration.calibrate import cached_profile_path, measure_on_first_use  # imports this module
-
         ranks = dist.get_world_size()
         profile = cached_profile_path(device, ranks) or measure_on_first_use(device, ranks)
         if profile is None and device.type == "cuda":

@@ -16,8 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 from inductor_passes.torch_compat.dtensor import concatenate_meshes
 from simplefsdp.frontend.parametrization import ShardedModule
 from simplefsdp.frontend.sharding import ShardedModel
-from simplefsdp.plan.bucket_plan import fqn_range
-from simplefsdp.text.messages import unknown
+from simplefsdp.text.messages import fqn_range, unknown
 
 log = logging.getLogger("simplefsdp")
 

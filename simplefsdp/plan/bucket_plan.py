@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from inductor_passes.scheduling.issue_points import Bucket, check_points
-from simplefsdp.text.messages import unknown
+from simplefsdp.text.messages import fqn_range, unknown
 
 _VERSION = 2
 _DIRECTIONS = ("forward", "backward", "reductions")
@@ -150,11 +150,6 @@ class BucketPlan:
         these uses; it names the bucket."""
         gathers = {"forward": self.forward, "backward": self.backward}
         check_points(gathers, {"forward": uses.forward, "backward": uses.backward}, self.reductions)
-
-
-def fqn_range(fqns: Sequence[str]) -> str:
-    """The first and the last of a bucket, for people."""
-    return fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})"
 
 
 def _gather_points(bucket: Bucket) -> str:

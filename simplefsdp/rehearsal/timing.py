@@ -21,29 +21,8 @@ from simplefsdp.hardware.profile import Network
 from simplefsdp.plan.grouping import block_of
 from simplefsdp.rehearsal.group import Collective, World
 from simplefsdp.rehearsal.lower_bounds import Phase, lower_bound_s, phase_of, simulate
-from simplefsdp.rehearsal.systems import Parallelism, System, cross_entropy
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is trained, the same for every system."""
-
-    build: Callable[[], nn.Module]
-    """The model, on torch's default device; called with tokens (batch, seq) it gives logits."""
-    batch: int
-    seq: int
-    vocab_size: int
-    device: torch.device
-    parallelism: Parallelism
-    tensor_parallel: int = 1
-    """Devices that work on the same tokens."""
-    micro_batches: int = 1
-    """Of a step; gradients of all are reduced with the last. More than one: of systems that have
-    ``set_requires_gradient_sync``."""
-
-    def tokens(self, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(step)
-        return torch.randint(self.vocab_size, (self.batch, self.seq + 1), generator=generator).to(self.device)
+from simplefsdp.rehearsal.systems import System, cross_entropy
+from simplefsdp.rehearsal.workload import Workload
 
 
 class RecordedStep(NamedTuple):

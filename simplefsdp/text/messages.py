@@ -1,7 +1,7 @@
-"""Wording shared by the errors of the public API."""
+"""Wording that several packages share."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def unknown(kind: str, name: object, valid: Iterable[str]) -> str:
@@ -11,3 +11,8 @@ def unknown(kind: str, name: object, valid: Iterable[str]) -> str:
     hint = f"; did you mean {near[0]!r}?" if near else ""
     shown = ", ".join(map(repr, names[:20])) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
     return f"unknown {kind} {name!r}{hint} (valid: {shown})"
+
+
+def fqn_range(fqns: Sequence[str]) -> str:
+    """Return the first and the last of some FQNs and their number, for people."""
+    return fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})"

@@ -16,6 +16,7 @@ from simplefsdp import simple_fsdp
 from simplefsdp.analysis.prediction import Prediction
 from simplefsdp.calibration import calibrate
 from simplefsdp.cli import main as cli
+from simplefsdp.hardware import cache
 from simplefsdp.hardware.profile import load_profile, network
 from tests.models import PROFILE, batch, tiny_llama
 from tests.ranks import METHOD
@@ -83,7 +84,7 @@ def _as_torchrun_would(rank: int, cache: str, port: str) -> None:
         return run([__name__ if word == "simplefsdp" else word for word in arguments], **kwargs)
 
     model = simple_fsdp(tiny_llama())
-    with mock.patch.object(calibrate.subprocess, "run", run_with_a_device_made_up):
+    with mock.patch.object(cache.subprocess, "run", run_with_a_device_made_up):
         torch.compile(model, backend="simplefsdp", options={"lower_with": "aot_eager"})(*batch(0, 0)).backward()
     (prediction,) = (arg for record in logged for arg in record.args or () if isinstance(arg, Prediction))
     assert prediction.profile == "test"
@@ -111,19 +112,19 @@ def test_where_nothing_can_be_kept_nothing_is_measured_and_a_failure_is_an_error
     cpu = torch.device("cpu")
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     failed = subprocess.CompletedProcess([], 1, stderr="no port is free")
-    monkeypatch.setattr(calibrate.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(cache.subprocess, "run", lambda *_, **__: failed)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for elsewhere in ("", "1"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", elsewhere)
-        assert calibrate.measure_on_first_use(cpu, 2) is None
+        assert cache.measure_on_first_use(cpu, 2) is None
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(
         RuntimeError, match=r"option 'plan': measuring this CPU failed[^$]*--threads 1:\nno port is free"
     ):
-        calibrate.measure_on_first_use(cpu, 2)
+        cache.measure_on_first_use(cpu, 2)
     (tmp_path / "a file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
-    assert calibrate.measure_on_first_use(cpu, 2) is None
+    assert cache.measure_on_first_use(cpu, 2) is None
     assert "nothing can be kept" in caplog.text
 
 

@@ -14,7 +14,8 @@ from simplefsdp.calibration import calibrate
 from simplefsdp.cli import main as cli
 from simplefsdp.models import llama
 from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism
-from simplefsdp.rehearsal.timing import Workload, estimated_step_bytes, flops_per_token
+from simplefsdp.rehearsal.timing import estimated_step_bytes, flops_per_token
+from simplefsdp.rehearsal.workload import Workload
 from tests.simplefsdp.rehearsal import models
 
 TINY = "--model tests.simplefsdp.rehearsal.models:Named --seq 8 --steps 2"

@@ -19,7 +19,8 @@ from simplefsdp import rehearsal, simple_fsdp
 from simplefsdp.frontend import eager_resharding as recompute
 from simplefsdp.frontend import gradient_accumulation as accumulation
 from simplefsdp.rehearsal.systems import Parallelism, System
-from simplefsdp.rehearsal.timing import TrainingRun, Workload
+from simplefsdp.rehearsal.timing import TrainingRun
+from simplefsdp.rehearsal.workload import Workload
 from tests import graphs, zoo
 from tests.compare import assert_same, lowered, vectors
 from tests.models import PROFILE, batch, fsdp2, local, tiny_llama

@@ -82,7 +82,7 @@ def test_a_name_that_is_not_there_is_an_error_with_the_nearest(name: str, messag
 def test_a_gpu_that_was_not_measured_is_taken_for_what_is_built_in(
     gpu: str, ranks: int, name: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("simplefsdp.calibration.calibrate.kept_with_network", lambda *_: None)
+    monkeypatch.setattr("simplefsdp.compile.options.cached_profile_path", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu)
     _say_what_is_built_in.cache_clear()
     with fake_group(ranks):
