@@ -14,8 +14,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inductor_passes.collectives import GraphParameter
-from simplefsdp.compile.backend import passes_for
+from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import parse_options
+from simplefsdp.compile.passes import Passes
 
 PARTITIONERS: dict[str, Callable[..., Any]] = {
     "min_cut": min_cut_rematerialization_partition,
@@ -46,22 +47,22 @@ def capture(
     captured = Captured()
 
     def backend(gm: GraphModule, example_inputs: Any) -> Any:
-        passes = passes_for(example_inputs, parse_options({"plan": plan, **options}))
-        captured.params = passes.params
+        passes = Passes(compilation_context(example_inputs, parse_options({"plan": plan, **options})))
+        captured.params = passes.given.params
 
         def tag_and_partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             captured.joint = copy(joint.graph)
-            passes.on_joint(joint.graph)
-            halves = passes.on_partition(joint, joint_inputs, partitioner=PARTITIONERS[partitioner], **kwargs)
+            passes.identify_and_tag(joint.graph)
+            halves = passes.partition_and_plan(joint, joint_inputs, partitioner=PARTITIONERS[partitioner], **kwargs)
             for half in halves:
-                passes.on_each_half(half.graph, order=True)
+                passes.bucket_and_order(half.graph, order=True)
             captured.forward, captured.backward = (half.graph for half in halves)
             return halves
 
         def infer(graph: GraphModule, _inputs: Any) -> Any:
             captured.joint = copy(graph.graph)
-            passes.on_joint(graph.graph)
-            passes.on_each_half(graph.graph, order=True)
+            passes.identify_and_tag(graph.graph)
+            passes.bucket_and_order(graph.graph, order=True)
             captured.forward = graph.graph
             return make_boxed_func(graph.forward)
 

@@ -1,6 +1,7 @@
 """Imports point one way: a module imports from layers below its own, or from its own folder, and never in a circle."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,3 +103,34 @@ def test_every_layer_is_there():
     for layer in LAYERS:
         for entry in layer:
             assert entry in known, entry
+
+
+def module_state(tree: ast.Module) -> Iterator[str]:
+    """Names of what a module keeps between calls: containers, own objects, optional values and caches."""
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            if any("cache" in ast.unparse(decorator) for decorator in node.decorator_list):
+                yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            value = node.value
+            empty = isinstance(value, ast.Dict | ast.List | ast.Set) and not any(ast.iter_child_nodes(value))
+            empty = empty or ast.unparse(value) in ("[]", "{}", "None", "set()")
+            called = ast.unparse(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
+            private = called.startswith("_") and called in classes
+            if (
+                empty
+                or private
+                or called in ("WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "deque", "defaultdict")
+            ):
+                yield ast.unparse(target)
+
+
+def test_what_modules_keep_between_calls_is_listed_with_its_reason() -> None:
+    kept = {
+        f"{name}.{state}" for name, path in modules().items() for state in module_state(ast.parse(path.read_text()))
+    }
+    page = (ROOT / "docs/architecture.md").read_text()
+    section = page.partition("## State of modules")[2].partition("\n## ")[0]
+    assert kept == set(re.findall(r"^\| `([\w.]+)` \| \S", section, re.MULTILINE))

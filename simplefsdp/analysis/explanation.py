@@ -16,6 +16,7 @@ from simplefsdp.analysis.measurement import Measurement
 from simplefsdp.analysis.prediction import Prediction, StepCosts, predict, schedules, timelines
 from simplefsdp.plan.bucket_plan import BucketPlan
 from simplefsdp.text.messages import fqn_range
+from simplefsdp.text.units import gib, ms
 
 ROWS = 12
 """How many buckets the text shows, those that are exposed longest first, if it is not to show all."""
@@ -372,11 +373,3 @@ def _times(bucket: BucketExplanation | MeasuredBucket) -> str:
 
 def _change(change: Suggestion) -> str:
     return f"{change.what}: step {ms(change.step_s)}, peak {gib(change.peak_bytes)}"
-
-
-def ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
-
-
-def gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

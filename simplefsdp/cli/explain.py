@@ -6,11 +6,12 @@ import json
 from itertools import zip_longest
 from pathlib import Path
 
-from simplefsdp.analysis.explanation import ROWS, Explanation, explain, gib, ms
+from simplefsdp.analysis.explanation import ROWS, Explanation, explain
 from simplefsdp.analysis.html_report import write_html_report
 from simplefsdp.analysis.measurement import Measurement
 from simplefsdp.analysis.prediction import StepCosts
 from simplefsdp.plan.bucket_plan import BucketPlan
+from simplefsdp.text.units import gib, ms
 
 
 def read(folder: str | Path) -> dict[Path, Explanation]:

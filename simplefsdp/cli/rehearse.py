@@ -27,6 +27,7 @@ from simplefsdp.rehearsal.timing import (
 )
 from simplefsdp.rehearsal.workload import MODELS, RankLayout, Workload, model_factory, parallelized
 from simplefsdp.text.messages import unknown
+from simplefsdp.text.tables import markdown_table
 
 PLANS = ("auto", "greedy", "block", "none")
 AGAINST = ("auto", "greedy", "block", "fsdp2", "fsdp2-compile", "inductor", "ddp", "single")
@@ -125,7 +126,7 @@ def _free_memory() -> None:
 def table(results: list[TimingResult]) -> str:
     """Of results, in Markdown; times in milliseconds."""
     columns = ["system", "step", "tokens/s a device", "MFU", "collectives", "communication", "exposed", "L1", "L2"]
-    rows = [[*columns, "peak, GiB", "first step, s"], ["---"] * (len(columns) + 2)]
+    rows = []
     for r in results:
         step = f"{1e3 * r.step_s:.1f} ± {500 * (max(r.steps_s) - min(r.steps_s)):.1f}"
         share = "-" if r.mfu is None else f"{r.mfu:.1%}"
@@ -133,7 +134,7 @@ def table(results: list[TimingResult]) -> str:
         times = ["-" if s is None else f"{1e3 * s:.1f}" for s in seconds]
         ends = [f"{r.peak_bytes / 2**30:.3f}", f"{r.first_step_s:.1f}"]
         rows.append([r.system, step, f"{r.tokens_per_s:,.0f}", share, str(r.collectives), *times, *ends])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown_table([*columns, "peak, GiB", "first step, s"], rows)
 
 
 def _heading(args: argparse.Namespace, chosen: Network) -> str:

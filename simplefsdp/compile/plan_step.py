@@ -1,9 +1,10 @@
-"""Plans that are searched for: ``"auto"`` and ``"greedy"``, given a hardware profile."""
+"""The plan of a step: what a request asks for, made exact for a forward and a backward graph."""
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +12,9 @@ from inductor_passes.collectives import GraphParameter
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.issue_points import buckets_of, schedule_of
 from inductor_passes.scheduling.keep_unsharded import choose_unsharded
+from inductor_passes.scheduling.replay import Timeline
 from inductor_passes.scheduling.search import TIME_TOLERANCE, greedy_schedule, least_memory_schedule, search_schedule
+from simplefsdp.analysis.prediction import Prediction, StepCosts, StepState, predict, step_costs, timelines
 from simplefsdp.frontend.sharding import Reshard
 from simplefsdp.hardware.profile import HardwareProfile
 from simplefsdp.plan.bucket_plan import BucketPlan, GraphUses
@@ -41,27 +44,71 @@ class SearchRequest:
     """Of a GPU's memory: the limit where there is no budget."""
 
 
-def search_plan(
-    wanted: SearchRequest,
-    halves: Sequence[CostGraph],
-    resident: int,
-    block: Buckets,
-    uses: GraphUses,
-    parameters: tuple[tuple[str, tuple[int, ...]], ...],
-    kept: Iterable[str],
-) -> BucketPlan:
-    """The plan for a forward and a backward graph.
+PlanRequest = GroupingRequest | SearchRequest | BucketPlan
+"""What option ``plan`` may ask for, besides ``"none"``."""
 
-    Args:
-        resident: bytes that a step holds all the time, of what is in no graph: the shards of the parameters that these
-            graphs use, and the optimizer's state.
-        block: buckets of the ``block`` plan, which ``auto`` must not be slower than.
+
+@dataclass(frozen=True)
+class StepToPlan:
+    """A forward and a backward graph, as a plan needs to know them."""
+
+    cost_graphs: Sequence[CostGraph]
+    """Both graphs as their schedule sees them; none without a profile."""
+    uses: GraphUses
+    """What the graphs do with the parameters, in the order in which it happens."""
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    """FQN and shape of all parameters of the model, in registration order."""
+    buckets: Buckets
+    """The buckets of a ``GroupingRequest``, or those of ``block``, which a searched plan must not be slower than."""
+    keep_unsharded: tuple[str, ...]
+    """FQNs of the weights that stay unsharded from forward to backward."""
+    state: StepState
+    """What a step holds of the parameters outside of its graphs."""
+    used: frozenset[str]
+    """FQNs of the parameters that these graphs use."""
+
+
+class PlannedStep(NamedTuple):
+    """A plan and, with a profile, what the plan is predicted to take."""
+
+    plan: BucketPlan
+    costs: StepCosts | None
+    timelines: Sequence[Timeline]
+    """Of the forward and the backward graph; none without a profile."""
+    prediction: Prediction | None
+
+
+def plan_step(request: PlanRequest, step: StepToPlan, profile: HardwareProfile | None) -> PlannedStep:
+    """Return the plan of a step and its prediction; the backend and ``simplefsdp plan`` both call this.
 
     Raises:
-        ValueError: the budget cannot be met; says what is the least. That a device is too small is a warning.
+        ValueError: a given ``BucketPlan`` does not fit the model or contradicts itself, or a memory budget cannot be
+            met.
     """
-    position = {fqn: i for i, (fqn, _) in enumerate(parameters)}
-    known = resolve_plan(BLOCK.prefetch, block, uses, parameters, kept)
+    if isinstance(request, BucketPlan):
+        request.check_fits(dict(step.parameters), step.keep_unsharded, step.used)
+        request.check_order(step.uses)
+        plan = request
+    elif isinstance(request, SearchRequest):
+        plan = search_plan(request, step)
+    else:
+        plan = resolve_plan(request.prefetch, step.buckets, step.uses, step.parameters, step.keep_unsharded)
+    if profile is None:
+        return PlannedStep(plan, None, (), None)
+    costs = step_costs(step.cost_graphs, step.state, profile, memory_limit(request, step.state.resident_bytes))
+    played = timelines(plan, step.cost_graphs)
+    return PlannedStep(plan, costs, played, predict(plan, costs, played))
+
+
+def search_plan(wanted: SearchRequest, step: StepToPlan) -> BucketPlan:
+    """Return the plan that the planner ``wanted.name`` finds.
+
+    Raises:
+        ValueError: the memory budget cannot be met; says what is the least. A device that is too small is a warning.
+    """
+    halves, resident = step.cost_graphs, step.state.resident_bytes
+    position = {fqn: i for i, (fqn, _) in enumerate(step.parameters)}
+    known = resolve_plan(BLOCK.prefetch, step.buckets, step.uses, step.parameters, step.keep_unsharded)
     limit = memory_limit(wanted, resident)
     minima = [least_memory_schedule(half) for half in halves]
     least = max(found.timeline.peak for found in minima)
@@ -92,13 +139,11 @@ def search_plan(
     (forward, _), (backward, reductions) = (
         buckets_of(half, best.schedule, position) for half, best in zip(halves, found, strict=True)
     )
-    return BucketPlan(forward, backward, reductions, tuple(kept), parameters)
+    return BucketPlan(forward, backward, reductions, step.keep_unsharded, step.parameters)
 
 
-def reshard_decision(
-    chosen: Reshard, fqn: str, plan: GroupingRequest | SearchRequest | BucketPlan | None
-) -> bool | None:
-    """Whether a parameter is gathered again in backward; ``None``: as ``decided`` says."""
+def reshard_decision(chosen: Reshard, fqn: str, plan: PlanRequest | None) -> bool | None:
+    """Return whether a parameter is gathered again in backward; ``None``: the planner decides later."""
     if chosen != "auto":
         return chosen
     if isinstance(plan, BucketPlan):
@@ -145,25 +190,3 @@ def memory_limit(wanted: object, resident: int) -> float:
     if wanted.budget is not None:
         return wanted.budget * PLANNED_PERCENT // 100 - resident
     return math.inf if wanted.device_bytes is None else wanted.device_bytes * _OF_DEVICE // 100 - resident
-
-
-def parse_bytes(value: object) -> int:
-    """``60_000_000``, or ``"60GiB"``, ``"500 MB"``.
-
-    Raises:
-        ValueError: it is neither, or not positive.
-    """
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-    number: float | None = None
-    if isinstance(value, int) and not isinstance(value, bool):
-        number = value
-    elif isinstance(value, str):
-        digits = value.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-        unit = value.strip()[len(digits) :].strip().upper()
-        try:
-            number = float(digits) * units[unit]
-        except (ValueError, KeyError):
-            number = None
-    if number is None or not 1 <= number < math.inf:
-        raise ValueError(f"option 'memory_budget': expected bytes, as 60_000_000 or '60GiB', found {value!r}")
-    return int(number)

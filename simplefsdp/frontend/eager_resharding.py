@@ -93,8 +93,8 @@ class _UnshardedWeight:
 class _Call:
     outermost: _Outermost
     gathered: dict[_Key, "_GatheredWeight"] = field(default_factory=dict)
-    ran_once: bool = True
-    """What ``once.runs`` was before it."""
+    was_recomputing: bool = False
+    """What ``checkpoint.is_recomputing`` was before this call."""
 
 
 class _Thread(threading.local):
@@ -108,14 +108,24 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class _Once:
-    """Whether what is called now runs once, as far as is known: not in a checkpoint, whose backward would call it again
-    and must find the same, however parameters are set by then. Compiled code depends on it where it does."""
+class _Checkpoint:
+    """Whether the current call of a sharded module belongs to an activation checkpoint.
 
-    runs = True
+    Both calls of a checkpointed function must compute the same, however parameters are set in between, so a call that
+    backward makes again, or may make again, takes no part in the end of an accumulation.
+
+    [Note: process-wide, unlike the calls]
+    Dynamo guards on ``is_recomputing`` where compiled code depends on it. Dynamo cannot guard on an attribute of a
+    ``threading.local``, so this is one flag for the process: ``enter`` sets it and ``leave`` restores it. Backward may
+    call a checkpointed function on another thread, as the autograd engine does for each GPU; the thread that called
+    ``backward`` waits meanwhile, so calls of two threads never overlap. Two threads that train at once are not
+    supported (nor are they by FSDP2).
+    """
+
+    is_recomputing = False
 
 
-once = _Once()
+checkpoint = _Checkpoint()
 
 
 class _RegatheredWeight:
@@ -190,7 +200,8 @@ def enter(compiled: bool) -> _Call:
             call.outermost.pack = lambda tensor: _pack(storages, tensor)
             push_saved_tensors_hooks(call.outermost.pack, _unpack)
     calls.append(call)
-    call.ran_once, once.runs = once.runs, not in_backward() and _only_ours(call.outermost)
+    call.was_recomputing = checkpoint.is_recomputing
+    checkpoint.is_recomputing = in_backward() or not _only_ours(call.outermost)
     return call
 
 
@@ -203,7 +214,7 @@ def _only_ours(outermost: _Outermost) -> bool:
 def leave(call: _Call) -> None:
     """End it, whether it returned or raised."""
     _thread.calls.pop()
-    once.runs = call.ran_once
+    checkpoint.is_recomputing = call.was_recomputing
     if not _thread.calls:
         _drop_held()
         if call.outermost.pack is not None:

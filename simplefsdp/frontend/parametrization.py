@@ -9,7 +9,7 @@ The parameters themselves stay in ``module._parameters`` under their own names, 
 - elsewhere: the shard, as an ordinary attribute would. Initialisation, ``repr`` or a read on rank 0 alone must not
   communicate. (A parametrized weight, of ``torch.nn.utils.parametrize``, is the result of a call: reading it gathers.)
 
-Calls are counted per thread (see recompute.py).
+Calls are counted per thread (see eager_resharding.py).
 """
 
 import copy
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from inductor_passes.torch_compat.dynamo import get_eval_frame_callback, skip_code
-from simplefsdp.frontend import eager_resharding as recompute
+from simplefsdp.frontend import eager_resharding
 from simplefsdp.frontend.fsdp_methods import FSDPMethods
 from simplefsdp.frontend.initialization import sharded_init
 from simplefsdp.frontend.sharding import ShardedParameter, shard, unshard
@@ -123,13 +123,13 @@ def _call(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
         state.children = children
     # Not inside_torch_compile(): Dynamo would see a Python function called from here, and trace it.
     compiled = module._compiled_call_impl is not None or callable(get_eval_frame_callback())
-    call = recompute.enter(compiled)
+    call = eager_resharding.enter(compiled)
     try:
         result = function(*args, **kwargs)
-        recompute.check_unchanged(call)
+        eager_resharding.check_unchanged(call)
         return result
     finally:
-        recompute.leave(call)
+        eager_resharding.leave(call)
 
 
 # Otherwise Dynamo would take these frames for the top of the graph, and the call would not be on the stack where the
@@ -212,9 +212,10 @@ def _property(name: str) -> property:
         # functional_call may put something computed from the parameter there.
         info, stand = state.params[name], state.stands.get(name) if param.requires_grad and param.is_leaf else None
         if torch.compiler.is_compiling():
-            return info.as_it_was(unshard(param, info.key, stand, name in state.ending and recompute.once.runs))
+            ends = name in state.ending and not eager_resharding.checkpoint.is_recomputing
+            return info.as_it_was(unshard(param, info.key, stand, ends))
         try:
-            return recompute.read(param, info, stand)
+            return eager_resharding.read(param, info, stand)
         except AttributeError as error:
             # nn.Module.__getattr__ would swallow it and return the shard.
             raise RuntimeError(f"reading {name!r} failed: {error}") from error

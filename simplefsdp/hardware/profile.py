@@ -17,16 +17,15 @@ import math
 import os
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from simplefsdp.text.json_fields import parse_fields, parse_plain, parse_values, read_json
 from simplefsdp.text.messages import unknown
-
-T = TypeVar("T")
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 """Of collectives. ``"broadcast"`` stands for all that goes from or to one rank, and for barriers."""
@@ -150,54 +149,12 @@ def save(thing: "Network | HardwareProfile", path: str | Path) -> None:
 
 def load(path: str | Path) -> Network:
     """Raises ``ValueError`` with the path and the field that is missing, unknown or wrong."""
-    return _load(path, "network", _network)
-
-
-def _load(path: str | Path, what: str, make: Callable[[Any], T]) -> T:
-    try:
-        return make(json.loads(Path(path).read_text()))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{what} file {path}: {type(error).__name__}: {error}") from error
-
-
-def _parsed(made: type[T], found: Any, where: str, parsers: Mapping[str, Callable[[Any, str], Any]]) -> T:
-    """An instance of a dataclass: ``parsers`` for its fields, which are else text or numbers."""
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{where}: expected an object, found {found!r}")
-    known: Any = fields(made)  # type: ignore[arg-type]
-    names = [field.name for field in known]
-    for name in found:
-        if name not in names:
-            raise ValueError(f"{where}: " + unknown("field", name, names))
-    values = {}
-    for field in known:
-        if field.name in found:
-            values[field.name] = parsers.get(field.name, _plain)(found[field.name], f"{where}.{field.name}")
-        elif field.default is MISSING:
-            raise ValueError(f"{where}.{field.name}: missing")
-    return made(**values)
-
-
-def _plain(found: Any, where: str) -> Any:
-    is_text = where.endswith((".name", ".source"))
-    right = isinstance(found, str) if is_text else isinstance(found, int | float) and not isinstance(found, bool)
-    if not right:
-        raise ValueError(f"{where}: expected {'text' if is_text else 'a number'}, found {found!r}")
-    return found
-
-
-def _each_of(parse: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    def parsed(found: Any, where: str) -> Any:
-        if not isinstance(found, Mapping):
-            raise ValueError(f"{where}: expected an object, found {found!r}")
-        return {name: parse(value, f"{where}.{name}") for name, value in found.items()}
-
-    return parsed
+    return read_json(path, "network", _network)
 
 
 def _network(found: Any, where: str = "network") -> Network:
-    links = _each_of(lambda link, at: _parsed(Link, link, at, {}))
-    return _parsed(Network, found, where, {"inside": links, "between": links})
+    links = parse_values(lambda link, at: parse_fields(Link, link, at, {}))
+    return parse_fields(Network, found, where, {"inside": links, "between": links})
 
 
 def _nccl(name: str, nodes: int, source: str, inside: float, reducing: float, between: float, step: float) -> Network:
@@ -330,17 +287,17 @@ def load_profile(path: str | Path) -> HardwareProfile:
     Raises:
         ValueError: names the path and the field that is missing, unknown or wrong.
     """
-    return _load(path, "profile", _profile)
+    return read_json(path, "profile", _profile)
 
 
 def _profile(found: Any) -> HardwareProfile:
     def curve(points: Any, where: str) -> Curve:
         if not isinstance(points, Sequence) or not all(isinstance(p, Sequence) and len(p) == 2 for p in points):
             raise ValueError(f"{where}: expected a list of [size, rate], found {points!r}")
-        return tuple((_plain(size, f"{where}.size"), _plain(rate, f"{where}.rate")) for size, rate in points)
+        return tuple((parse_plain(size, f"{where}.size"), parse_plain(rate, f"{where}.rate")) for size, rate in points)
 
-    parsers = {"matmul": _each_of(curve), "attention": _each_of(curve), "memory": curve, "network": _network}
-    return _parsed(HardwareProfile, found, "profile", parsers)
+    parsers = {"matmul": parse_values(curve), "attention": parse_values(curve), "memory": curve, "network": _network}
+    return parse_fields(HardwareProfile, found, "profile", parsers)
 
 
 def _rate(curve: Curve, size: float) -> float:

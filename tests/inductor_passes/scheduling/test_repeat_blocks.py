@@ -1,18 +1,16 @@
 """A graph of many blocks, made of one of a few, is what torch makes of the model itself."""
 
-import functools
 import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.repeat_blocks import BlocksDifferError, repeat_blocks
 from simplefsdp import simple_fsdp
-from simplefsdp.compile.backend import Traced, trace_only
+from simplefsdp.compile.backend import trace_cost_graphs
 from tests.models import PROFILE, batch, tiny_llama
 from tests.ranks import fake_group
 
@@ -21,11 +19,9 @@ def traced(model: nn.Module, *inputs: Any, reshard: bool = True) -> tuple[CostGr
     torch._dynamo.reset()
     with fake_group(4):
         simple_fsdp(model, reshard_after_forward=reshard)
-        backend = functools.partial(trace_only, options={"profile": PROFILE})
-        with pytest.raises(BackendCompilerFailed) as error:
-            torch.compile(model, backend=backend)(*inputs)
-    assert isinstance(error.value.inner_exception, Traced)
-    forward, backward = error.value.inner_exception.halves
+        traced = trace_cost_graphs(model, inputs, PROFILE)
+    assert traced is not None
+    forward, backward = traced
     return forward, backward
 
 

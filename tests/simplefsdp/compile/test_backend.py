@@ -18,8 +18,8 @@ import simplefsdp
 from inductor_passes import inductor_order
 from inductor_passes.runtime import graph_dump
 from simplefsdp import BucketPlan, manual_plan, simple_fsdp
-from simplefsdp.compile import backend
-from simplefsdp.compile.backend import passes_for
+from simplefsdp.compile import context
+from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import Options, parse_options
 from tests.models import batch, tiny_llama
 from tests.ranks import fake_group
@@ -128,7 +128,7 @@ def test_inductor_options_reach_inductor():
 
 def _key(policy=None, options=None, reshard=True):
     model = simple_fsdp(tiny_llama(), mp_policy=policy, reshard_after_forward=reshard)
-    return passes_for(list(model.parameters()), parse_options(options)).key
+    return compilation_context(list(model.parameters()), parse_options(options)).key
 
 
 def test_ranks_share_cache_entries_only_where_their_shards_have_the_same_shapes():
@@ -171,13 +171,13 @@ def test_the_cache_key_holds_plan_options_and_whether_there_is_a_report(tmp_path
 @one_of_four
 def test_a_change_of_any_source_file_of_both_packages_is_another_compile_cache_key(monkeypatch):
     hashed = []
-    monkeypatch.setattr(backend, "get_hash_for_files", lambda files: hashed.extend(files) or b"other")
+    monkeypatch.setattr(context, "get_hash_for_files", lambda files: hashed.extend(files) or b"other")
     before = _key()
-    backend._source_hash.cache_clear()
+    context.source_hash.cache_clear()
     try:
         assert _key() != before
     finally:
-        backend._source_hash.cache_clear()
+        context.source_hash.cache_clear()
     folders = Path(inductor_passes.__path__[0]), Path(simplefsdp.__path__[0])
     files = {str(path) for folder in folders for path in folder.rglob("*.py")}
     assert len({Path(file).parent for file in files}) > 10  # files of sub-packages are among them
@@ -189,7 +189,11 @@ def test_without_a_report_nothing_is_written_as_text(monkeypatch: pytest.MonkeyP
     def never(*_args: object) -> None:
         raise AssertionError("for a report that nobody asked for")
 
-    for module, name in ((graph_dump, "render"), (graph_dump, "running_code"), (inductor_order, "render_kernels")):
+    for module, name in (
+        (graph_dump, "render_graph"),
+        (graph_dump, "running_code"),
+        (inductor_order, "render_kernels"),
+    ):
         monkeypatch.setattr(module, name, never)
     with fresh_cache():
         torch._dynamo.reset()

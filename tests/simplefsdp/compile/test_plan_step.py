@@ -17,12 +17,13 @@ from inductor_passes.collectives import BUCKET, FQNS
 from inductor_passes.scheduling.issue_points import Schedule, schedule_of
 from inductor_passes.scheduling.search import greedy_schedule, search_schedule
 from simplefsdp import BucketPlan, manual_plan, simple_fsdp
-from simplefsdp.compile.backend import passes_for
+from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import parse_options
-from simplefsdp.compile.plan_step import device_memory_bytes, parse_bytes
+from simplefsdp.compile.plan_step import device_memory_bytes
 from simplefsdp.frontend.sharding import Reshard
 from simplefsdp.hardware.profile import Link, flat, save
 from simplefsdp.plan.grouping import BLOCK
+from simplefsdp.text.units import parse_bytes
 from tests.graphs import capture, whole_weights_among_outputs
 from tests.models import PROFILE, batch, tiny_llama, train
 from tests.ranks import Ranks, fake_group
@@ -108,7 +109,7 @@ def test_auto_knows_of_block_and_greedy_and_gives_time_for_memory_without_a_budg
         told.append((half, proposals, tolerance))
         return search_schedule(half, room, proposals, tolerance=tolerance)
 
-    monkeypatch.setattr("simplefsdp.compile.plan_step.auto", spy)
+    monkeypatch.setattr("simplefsdp.compile.plan_step.search_schedule", spy)
     block = planned(tmp_path / "block", "block")
     planned(tmp_path / "free")
     planned(tmp_path / "budget", memory_budget="1GiB")
@@ -157,7 +158,7 @@ def test_without_a_budget_the_memory_of_a_gpu_is_the_limit(
     assert device_memory_bytes(torch.device("cpu")) is None
     free = planned(tmp_path / "free", reshard="auto")
     for folder, nbytes in (("large", 2 * peak("free")), ("small", peak("free")), ("tiny", 1000)):
-        monkeypatch.setattr("simplefsdp.compile.options.device_bytes", lambda _device, nbytes=nbytes: nbytes)
+        monkeypatch.setattr("simplefsdp.compile.options.device_memory_bytes", lambda _device, nbytes=nbytes: nbytes)
         assert (planned(tmp_path / folder, reshard="auto") == free) == (folder == "large")
         assert (peak(folder) <= 0.92 * nbytes) == (folder != "tiny")
         assert ("bytes of a device of 1000; it is planned for the least memory" in caplog.text) == (folder == "tiny")
@@ -197,7 +198,7 @@ def test_what_the_plan_depends_on_is_in_the_key_and_compared(tmp_path: Path) -> 
     save(PROFILE, path)
     other = replace(PROFILE, launch_s=2e-6)
     made = [
-        passes_for(list(model.parameters()), parse_options(options))
+        compilation_context(list(model.parameters()), parse_options(options))
         for options in (
             {"plan": "auto", "profile": PROFILE},
             {"plan": "auto", "profile": path},
@@ -238,23 +239,23 @@ def test_what_the_plan_depends_on_is_in_the_key_and_compared(tmp_path: Path) -> 
 def test_bad_options_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
     parameters = list(simple_fsdp(nn.Linear(2, 8)).parameters())
     with pytest.raises(error, match=re.escape(message)):
-        passes_for(parameters, parse_options(options))
+        compilation_context(parameters, parse_options(options))
 
 
 @pytest.mark.parametrize("plan", ["auto", "greedy"])
 def test_where_nothing_is_sharded_nothing_is_searched(plan: str) -> None:
-    assert passes_for([], parse_options({"plan": plan})).request == BLOCK
+    assert compilation_context([], parse_options({"plan": plan})).request == BLOCK
 
 
 def test_a_profile_that_is_not_there_or_not_valid_is_named(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     with pytest.raises(ValueError, match=r"profile file .*profile\.json: FileNotFoundError"):
-        passes_for([], parse_options({"profile": str(path)}))
+        compilation_context([], parse_options({"profile": str(path)}))
     save(PROFILE, path)
     fields = json.loads(path.read_text())
     path.write_text(json.dumps(fields | {"launch_s": -1}))
     with pytest.raises(ValueError, match=r"profile\.json: ValueError: profile test: launch_s: expected a positive"):
-        passes_for([], parse_options({"profile": path}))
+        compilation_context([], parse_options({"profile": path}))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch._inductor.scheduler import Scheduler
 from torch._inductor.utils import fresh_cache
 
 from simplefsdp import simple_fsdp
-from simplefsdp.compile import backend
+from simplefsdp.compile import passes
 from tests.ranks import fake_group
 
 
@@ -126,8 +126,8 @@ def test_a_pass_that_moves_a_wait_afterwards_is_noticed(
 def test_a_chain_that_was_not_identified_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    identify = backend.identify
-    monkeypatch.setattr(backend, "identify", lambda graph, params: [*identify(graph, params), "layers.1.weight"])
+    identify = passes.identify
+    monkeypatch.setattr(passes, "identify", lambda graph, params: [*identify(graph, params), "layers.1.weight"])
     expected = "no bucket for the gradients of layers.1.weight: their reductions were not recognised"
     with fresh_cache():
         for _ in ("cold", "warm"):

@@ -1,6 +1,7 @@
 """Without torch.compile: what is gathered when, what stays alive until backward, and what is refused."""
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from simplefsdp import simple_fsdp
+from simplefsdp.frontend import eager_resharding
 from tests import zoo
 from tests.compare import assert_same, lowered, same_steps, vectors, whole
 from tests.ranks import Ranks
@@ -124,6 +126,40 @@ def test_a_checkpointed_region_is_gathered_once_a_direction(use_reentrant: bool)
         out.sum().backward()
     assert watch.counts["all_gather_into_tensor"] == 8
     assert watch.counts["reduce_scatter_tensor"] == 4
+
+
+@one_of_four
+def test_a_backward_on_another_thread_calls_a_checkpoint_again_and_leaves_no_call_behind() -> None:
+    calls: list[tuple[int, bool]] = []
+
+    class Notes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append((threading.get_ident(), eager_resharding.checkpoint.is_recomputing))
+            return super().forward(x)
+
+    def gradient(backward: Callable[[Tensor], object]) -> Tensor:
+        torch.manual_seed(0)
+        model = simple_fsdp(nn.Sequential(Notes(WIDE, WIDE, bias=False), nn.Tanh()))
+        backward(checkpoint(model, torch.ones(2, WIDE), use_reentrant=False).sum())
+        return model[0].weight.grad.to_local()
+
+    def on_another_thread(loss: Tensor) -> None:
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+
+    here = gradient(Tensor.backward)
+    calls.clear()
+    assert torch.equal(gradient(on_another_thread), here)
+    (first, in_checkpoint), (second, again) = calls
+    assert first == threading.get_ident() != second
+    assert in_checkpoint
+    assert again
+    assert not eager_resharding.checkpoint.is_recomputing
+    assert not eager_resharding._thread.calls
+    calls.clear()
+    simple_fsdp(Notes(WIDE, WIDE))(torch.ones(2, WIDE))
+    assert calls == [(threading.get_ident(), False)]
 
 
 @one_of_four

@@ -15,7 +15,7 @@ from inductor_passes.collectives import FQNS
 from inductor_passes.runtime.record import is_collective
 from inductor_passes.torch_compat.dtensor import REDUCES_IN_OWN_DTYPE
 from simplefsdp import rehearsal, sharded_init, simple_fsdp
-from simplefsdp.frontend import eager_resharding as recompute
+from simplefsdp.frontend import eager_resharding
 from simplefsdp.models import llama
 from tests.compare import EVERY_LOWERING, lowered, whole
 from tests.graphs import capture
@@ -281,7 +281,7 @@ def test_full_weights_are_freed_between_forward_and_backward() -> None:
         model = simple_fsdp(parallel_llama(mesh["tp"]), mesh["dp"])
         sizes = {param.numel() // 2 for param in model.parameters() if param.ndim == 2}
         saved: list[int] = []
-        original = recompute._pack
+        original = eager_resharding._pack
 
         def pack(storages: Any, tensor: Tensor) -> Any:
             packed = original(storages, tensor)
@@ -291,7 +291,7 @@ def test_full_weights_are_freed_between_forward_and_backward() -> None:
             return packed
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(recompute, "_pack", pack)
+            patch.setattr(eager_resharding, "_pack", pack)
             model(*batch(0, 0)).backward()
     assert saved
     assert sizes.isdisjoint(saved)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from simplefsdp import simple_fsdp
-from simplefsdp.compile.backend import passes_for
+from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import _say_what_is_built_in, parse_options, profile_of
 from simplefsdp.hardware.catalog import DEVICES, built_in, is_built_in
 from simplefsdp.hardware.profile import load_profile, network, save
@@ -50,7 +50,7 @@ def test_a_rate_is_that_of_forward_and_backward_together() -> None:
 @pytest.mark.usefixtures("one_of_four")
 def test_a_name_is_enough() -> None:
     options: Any = {"plan": "auto", "profile": "h200/h100-8-nodes"}
-    passes = passes_for([], parse_options(options))
+    passes = compilation_context([], parse_options(options))
     assert passes.profile == built_in("h200/h100-8-nodes")
     captured = capture(simple_fsdp(tiny_llama()), *batch(0, 0), **options)
     assert len(captured.backward.nodes) > 100
@@ -65,7 +65,7 @@ def test_a_name_is_enough() -> None:
 )
 def test_a_name_that_is_not_there_is_an_error_with_the_nearest(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        passes_for([], parse_options({"profile": name}))
+        compilation_context([], parse_options({"profile": name}))
 
 
 @pytest.mark.parametrize(

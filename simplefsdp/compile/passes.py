@@ -1,0 +1,166 @@
+"""The passes of one compilation, in the order in which they run: identify, tag, partition, plan, bucket, order."""
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.fx import Graph, GraphModule
+
+from inductor_passes.bucket import assign, bucket
+from inductor_passes.collectives import GraphParameter, identify, reductions
+from inductor_passes.order import order_graph
+from inductor_passes.partition import partition
+from inductor_passes.runtime.agreement import add_record
+from inductor_passes.runtime.graph_dump import DUMP_NAMES
+from inductor_passes.runtime.record import is_step, record_graph
+from inductor_passes.scheduling.cost_graph import CostGraph
+from inductor_passes.scheduling.cost_model import cost_graph_of
+from inductor_passes.scheduling.order_items import first_uses, graph_items, last_gradients
+from inductor_passes.tag import tag
+from inductor_passes.torch_compat.aot_autograd import PartitionedGraphs, is_backward, is_higher_order_body
+from inductor_passes.torch_compat.dynamo import trace_artifact
+from simplefsdp.analysis.timeline_trace import prediction_files
+from simplefsdp.compile.context import CompilationContext
+from simplefsdp.compile.log import CompilationLog
+from simplefsdp.compile.plan_step import (
+    SearchRequest,
+    StepToPlan,
+    choose_unsharded_parameters,
+    fits_memory,
+    plan_step,
+    with_reshard_decided,
+)
+from simplefsdp.plan.bucket_plan import GraphUses
+
+log = logging.getLogger("simplefsdp")
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Functions from graph to graph, with what they are given and where they note things down."""
+
+    given: CompilationContext
+    notes: CompilationLog = field(default_factory=CompilationLog)
+
+    def identify_and_tag(self, graph: Graph) -> None:
+        """Name and merge the collectives of a joint or inference graph, and tag what backward computes again.
+
+        An inference graph, which is not partitioned, is planned here.
+        """
+        if is_higher_order_body(graph):
+            return
+        kind = "joint" if is_backward(graph) else "inference"
+        before, after = DUMP_NAMES[kind]
+        self._dump(before, graph)
+        missed = identify(graph, self.given.params)
+        tag(graph, self.given.params)
+        self._dump(after, graph)
+        if missed:
+            self.notes.warnings.append(
+                f"no bucket for the gradients of {', '.join(missed)}: their reductions were not recognised"
+            )
+        if kind == "inference":
+            self._plan(graph, Graph(), self.given.params)
+
+    def partition_and_plan(self, joint: GraphModule, inputs: Any, **kwargs: Any) -> PartitionedGraphs:
+        """Partition a joint graph, in place of torch's partitioner, and assign its collectives to buckets."""
+        undecided = any(param.reshard is None for param in self.given.params.values())
+        graphs, params = self._choose_unsharded(joint, inputs, **kwargs) if undecided else (None, self.given.params)
+        forward, backward = graphs or partition(joint, inputs, **kwargs)
+        self._plan(forward.graph, backward.graph, params)
+        return forward, backward
+
+    def bucket_and_order(self, graph: Graph, *, order: bool) -> None:
+        """Merge the collectives of a partitioned graph into buckets, and add the record that ranks compare.
+
+        Args:
+            graph: a forward, backward or inference graph.
+            order: put the nodes into the order of the plan; ``False`` where Inductor's kernels are ordered later.
+        """
+        if is_higher_order_body(graph):
+            return
+        direction = "backward" if is_backward(graph) else "forward"
+        before, bucketed, unordered, ordered, _ = DUMP_NAMES[direction]
+        self._dump(before, graph)
+        bucket(graph)
+        self._dump(bucketed, graph)
+        if order and self.given.request is not None:
+            self._dump(unordered, graph)
+            order_graph(graph)
+            self._dump(ordered, graph)
+        record = record_graph(direction, self.given.common_facts, self.given.groups, filter(is_step, graph.nodes))
+        if direction == "forward":
+            record = replace(record, summary=self.notes.summaries[-1], warnings=tuple(self.notes.warnings))
+        if not add_record(graph, record, self.given.report):
+            for warning in record.warnings:
+                log.warning(warning)
+
+    def cost_graphs(self, forward: Graph, backward: Graph) -> list[CostGraph]:
+        """Return both graphs as their schedule sees them; none without a profile."""
+        if self.given.profile is None:
+            return []
+        inputs = {node.name for node in forward.find_nodes(op="placeholder")}
+        profile, equivalent = self.given.profile, self.given.equivalent_groups
+        return [cost_graph_of(graph, profile, inputs, equivalent) for graph in (forward, backward)]
+
+    def _choose_unsharded(
+        self, joint: GraphModule, inputs: Any, **kwargs: Any
+    ) -> tuple[PartitionedGraphs, dict[int, GraphParameter]]:
+        """Partition with the weights kept unsharded that the planner chooses; return the graphs and the choice."""
+        request, resident = self.given.request, self.given.state.resident_bytes
+        assert isinstance(request, SearchRequest)
+        resharded = partition(GraphModule(joint, copy.deepcopy(joint.graph)), inputs, **kwargs)
+        undecided = [param.fqn for param in self.given.params.values() if param.reshard is None]
+        costs = self.cost_graphs(*(module.graph for module in resharded))
+        unsharded = choose_unsharded_parameters(request, costs, resident, undecided)
+        if unsharded:
+            params = with_reshard_decided(self.given.params, unsharded)
+            tag(joint.graph, params)
+            graphs = partition(joint, inputs, **kwargs)
+            # The choice did not foresee what is computed from an unsharded weight alone.
+            if fits_memory(request, self.cost_graphs(*(module.graph for module in graphs)), resident):
+                return graphs, params
+        return resharded, with_reshard_decided(self.given.params, ())
+
+    def _plan(self, forward: Graph, backward: Graph, params: Mapping[int, GraphParameter]) -> None:
+        """Assign the collectives of both graphs to the buckets of their plan."""
+        items = graph_items(backward)[1]
+        followed = frozenset(c.fqns[0] for c in reductions(backward) if c.all_reduce_after)
+        uses = GraphUses(first_uses(graph_items(forward)[1]), first_uses(items), last_gradients(items), followed)
+        before = len(uses.forward) + len(uses.backward) + len(uses.reductions)
+        if self.given.request is None:
+            self.notes.summaries.append(f"plan none: {before} collectives")
+            return
+        unsharded = {param.fqn for param in params.values() if param.reshard is False}
+        step = StepToPlan(
+            self.cost_graphs(forward, backward),
+            uses,
+            self.given.parameters,
+            self.given.buckets,
+            tuple(fqn for fqn, _ in self.given.parameters if fqn in unsharded),
+            self.given.state,
+            frozenset(param.fqn for param in params.values()),
+        )
+        plan, costs, played, prediction = plan_step(self.given.request, step, self.given.profile)
+        predicted = ""
+        if prediction is not None and costs is not None:
+            trace_artifact("simplefsdp_prediction", prediction.to_json)
+            predicted = f", predicted to take {prediction}"
+            log.debug("plan %s is predicted to take %s", plan.hash, prediction)
+            for name, text in prediction_files(prediction, costs, played).items() if self.given.report else ():
+                self._dump_text(name, text)
+        self.notes.summaries.append(f"plan {plan.hash}: {before} -> {plan.collectives(uses)} collectives{predicted}")
+        trace_artifact("simplefsdp_plan", plan.to_json)
+        assign(forward, plan.forward, plan.reductions)
+        assign(backward, plan.backward, plan.reductions)
+        self._dump_text("plan.json", plan.to_json())
+
+    def _dump(self, step: str, graph: Graph) -> None:
+        if self.given.report is not None:
+            self.given.report.write(step, graph)
+
+    def _dump_text(self, name: str, text: str) -> None:
+        if self.given.report is not None:
+            self.given.report.write_text(name, text)
