@@ -25,11 +25,11 @@ ALL = {OURS: "auto", LATE: "auto", "block": "block", "fsdp2": "fsdp2", "fsdp2-co
 def run(name: str, micro_batches: int, rounds: int) -> None:
     with prepared(SCENARIOS[name]) as (world, workload, _), fresh_compile_cache():
         accumulating = replace(workload, micro_batches=micro_batches)
-        trials = [TrainingRun(each, SYSTEMS[ALL[each]], accumulating, world, ends_late=each == LATE) for each in ALL]
-        found: dict[str, list[RecordedStep]] = {trial.name: [] for trial in trials}
+        runs = [TrainingRun(each, SYSTEMS[ALL[each]], accumulating, world, ends_late=each == LATE) for each in ALL]
+        found: dict[str, list[RecordedStep]] = {training_run.name: [] for training_run in runs}
         for i in range(rounds + 2):  # the first compiles
-            for trial in trials if i % 2 else trials[::-1]:
-                found[trial.name].append(trial.step(SCENARIOS[name].network))
+            for training_run in runs if i % 2 else runs[::-1]:
+                found[training_run.name].append(training_run.step(SCENARIOS[name].network))
     print(f"\n{name}, {micro_batches} micro-batches\n")
     print("| system | step / ours | step, ms | exposed, ms | of communication |\n|---|---|---|---|---|")
     for each, steps in found.items():

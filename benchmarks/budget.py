@@ -25,7 +25,7 @@ def run(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
     scenario = SCENARIOS[name]
     with prepared(scenario) as (world, workload, predictions):
 
-        def trial(budget: int | None) -> TrainingRun:
+        def training_run(budget: int | None) -> TrainingRun:
             with fresh_compile_cache():
                 made = TrainingRun(str(budget), simplefsdp_system("auto", budget=budget), workload, world)
                 for _ in range(2):
@@ -33,22 +33,22 @@ def run(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
             return made
 
         try:
-            trial(1)
+            training_run(1)
         except Exception as error:  # Dynamo's, around ours
             found = re.search(r"needs at least (\d+) bytes", str(error))
             if found is None:
                 raise
             least = int(found[1])
         torch._dynamo.reset()
-        trials, predicted = [trial(None)], [predictions.found[-1]]
+        training_runs, predicted = [training_run(None)], [predictions.found[-1]]
         most = -(-100 * predicted[0].peak_bytes // PLANNED_PERCENT)
         for i in reversed(range(count)):
-            trials.append(trial(least + (most - least) * i // count))
+            training_runs.append(training_run(least + (most - least) * i // count))
             predicted.append(predictions.found[-1])
-        results = measure(trials, scenario.network, rounds, lambda: None)
+        results = measure(training_runs, scenario.network, rounds, lambda: None)
     return [
         {
-            "budget": None if trial.name == "None" else int(trial.name),
+            "budget": None if training_run.name == "None" else int(training_run.name),
             "predicted_s": prediction.step_s,
             "step_s": result.step_s,
             "relative": statistics.median(a / b for a, b in zip(result.steps_s, results[0].steps_s, strict=True)),
@@ -56,7 +56,7 @@ def run(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
             "peak": result.peak_bytes,
             "collectives": result.collectives,
         }
-        for trial, prediction, result in zip(trials, predicted, results, strict=True)
+        for training_run, prediction, result in zip(training_runs, predicted, results, strict=True)
     ]
 
 

@@ -171,7 +171,7 @@ def run(name: str, scenario: Scenario, systems: list[str], rounds: int) -> dict[
     """Measure one scenario, in this process."""
     chosen = scenario.network
     with prepared(scenario) as (world, workload, predictions):
-        trials = []
+        training_runs = []
         predicted: dict[str, dict[str, float]] = {}
         failed = {}
         every = systems_for(chosen)
@@ -182,20 +182,20 @@ def run(name: str, scenario: Scenario, systems: list[str], rounds: int) -> dict[
             predictions.found.clear()
             with fresh_compile_cache(), restored_config():
                 try:
-                    trial = TrainingRun(system, every[system], workload, world)
+                    training_run = TrainingRun(system, every[system], workload, world)
                     for _ in range(2):
-                        trial.step(chosen)
+                        training_run.step(chosen)
                 except Exception as error:  # of somebody else's passes: say so and go on
                     if system in OURS_ALL:
                         raise
                     failed[system] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                     continue
-            trials.append(trial)
+            training_runs.append(training_run)
             if predictions.found:
                 prediction = predictions.found[-1]
                 predicted[system] = {**asdict(prediction), "step_s": prediction.step_s}
-            print(f"{name}: {system}: first step {trial.first_step_s:.1f} s", file=sys.stderr)
-        results = measure(trials, chosen, rounds, lambda: None)
+            print(f"{name}: {system}: first step {training_run.first_step_s:.1f} s", file=sys.stderr)
+        results = measure(training_runs, chosen, rounds, lambda: None)
     return {
         "scenario": {**asdict(scenario), "network": chosen.name},
         "rounds": rounds,

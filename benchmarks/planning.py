@@ -41,23 +41,23 @@ def main() -> None:
     columns = "layers", "collectives", "search, s", "a 1,000 collectives", "with a budget, s", "above the bound"
     print(f"| {' | '.join((*columns, 'above it: greedy', 'kept, s'))} |\n|{'---|' * 8}")
     for layers in map(int, args.layers.split(",")):
-        half = transformer(layers)
+        graph = transformer(layers)
         began = time.perf_counter()
-        proposal = greedy_schedule(half)
-        free = search_schedule(half, proposals=[proposal.schedule], tolerance=0.005)
+        proposal = greedy_schedule(graph)
+        free = search_schedule(graph, proposals=[proposal.schedule], tolerance=0.005)
         searched = time.perf_counter() - began
         assert free is not None
-        least = least_memory_schedule(half).timeline.peak
+        least = least_memory_schedule(graph).timeline.peak
         budget = least + (free.timeline.peak - least) // 2
         began = time.perf_counter()
-        assert search_schedule(half, budget, [proposal.schedule]) is not None
+        assert search_schedule(graph, budget, [proposal.schedule]) is not None
         tight = time.perf_counter() - began
-        forward = half._replace(reductions=())
+        forward = graph._replace(reductions=())
         began = time.perf_counter()
-        choose_unsharded(forward, half, [gather.fqn for gather in half.gathers], budget)
+        choose_unsharded(forward, graph, [gather.fqn for gather in graph.gathers], budget)
         kept = time.perf_counter() - began
-        count = len(half.gathers) + len(half.reductions)
-        above, greedys = (100 * (found.timeline.seconds / lower_bound(half) - 1) for found in (free, proposal))
+        count = len(graph.gathers) + len(graph.reductions)
+        above, greedys = (100 * (found.timeline.seconds / lower_bound(graph) - 1) for found in (free, proposal))
         print(
             f"| {layers} | {count:,} | {searched:.2f} | {1000 * searched / count:.2f} | {tight:.2f} | {above:.1f} % "
             f"| {greedys:.1f} % | {kept:.1f} |",

@@ -55,11 +55,11 @@ def train(system: str, steps: int, network: Network | None) -> list[float]:
         device=torch.device("cpu"),
         parallelism=Parallelism(init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(), True),
     )
-    trial = TrainingRun(system, SYSTEMS[system], workload, world)
+    training_run = TrainingRun(system, SYSTEMS[system], workload, world)
     time.sleep(max(0.0, begin_together - time.time()))
     for _ in range(3):
-        trial.step(network)
-    return [trial.step(network).seconds for _ in range(steps)]
+        training_run.step(network)
+    return [training_run.step(network).seconds for _ in range(steps)]
 
 
 def main() -> None:

@@ -1,12 +1,16 @@
 """The package as it is installed: every module is in the wheel, with the files that it reads and its entry points."""
 
+import ast
+import re
 import subprocess
 import sys
 import sysconfig
 import zipfile
+from importlib.metadata import requires, version
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -75,3 +79,36 @@ def test_the_wheel_holds_the_data_files_and_the_entry_points(wheel):
     assert not any(name.startswith(("tests", "benchmarks", "examples")) for name in names)
     assert "simplefsdp = simplefsdp.cli.main:main" in text
     assert "simplefsdp = simplefsdp.compile.backend:simplefsdp" in text
+
+
+def _imported_when_loaded(path: Path) -> set[str]:
+    """Top-level packages that a module imports outside of its functions."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    found, todo = set(), [ast.parse(path.read_text())]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module).partition(".")[0])
+        todo += [child for child in ast.iter_child_nodes(node) if not isinstance(child, functions)]
+    return found
+
+
+def test_modules_import_nothing_but_the_packages_of_install_requires():
+    lines = [line for line in requires("simplefsdp") or () if "extra ==" not in line]
+    allowed = {re.match(r"[\w.-]+", line)[0].lower() for line in lines}
+    assert {"torch", "filelock", "platformdirs"} <= allowed
+    allowed |= {"simplefsdp", "inductor_passes", "functorch", *sys.stdlib_module_names}  # functorch is torch's
+    for package in ("simplefsdp", "inductor_passes"):
+        for path in (ROOT / package).rglob("*.py"):
+            needed = _imported_when_loaded(path) - allowed
+            if path.name == "cuda.py":
+                needed -= {"triton"}  # comes with torch's CUDA builds; imported on a GPU only
+            assert not needed, f"{path.relative_to(ROOT)} imports {needed}, which install_requires does not have"
+
+
+def test_the_command_names_the_versions():
+    command = [sys.executable, "-m", "simplefsdp", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"simplefsdp {version('simplefsdp')}, torch {torch.__version__}"

@@ -22,7 +22,7 @@ from inductor_passes.torch_compat.autograd import current_backward
 
 @dataclass(eq=False)
 class _Offer:
-    stand: Tensor
+    proxy: Tensor
     taken: Tensor | None = None
     """The sum, by a backward whose gradient of the parameter has not come."""
     backward: int = -1
@@ -31,51 +31,51 @@ class _Offer:
     def restore(self) -> None:
         taken, self.taken = self.taken, None
         if taken is not None:
-            self.stand.grad = taken if self.stand.grad is None else taken + self.stand.grad
+            self.proxy.grad = taken if self.proxy.grad is None else taken + self.proxy.grad
 
 
 _offers: dict[int, _Offer] = {}
 """By storage of the stand."""
 
 
-def offer(stand: Tensor) -> None:
-    """Let ``add_up`` have what ``stand`` has."""
-    _offers[stand.untyped_storage()._cdata] = _Offer(stand)
+def offer(proxy: Tensor) -> None:
+    """Let ``add_up`` have what ``proxy`` has."""
+    _offers[proxy.untyped_storage()._cdata] = _Offer(proxy)
 
 
-def withdraw(stand: Tensor) -> None:
+def withdraw(proxy: Tensor) -> None:
     """Let it have nothing; what was taken for nothing is restored."""
-    if (offered := _offers.pop(stand.untyped_storage()._cdata, None)) is not None:
+    if (offered := _offers.pop(proxy.untyped_storage()._cdata, None)) is not None:
         offered.restore()
 
 
-def received(stand: Tensor) -> None:
+def received(proxy: Tensor) -> None:
     """To be called when the parameter has got its gradient: with what the same backward has taken."""
-    offered = _offers.get(stand.untyped_storage()._cdata)
+    offered = _offers.get(proxy.untyped_storage()._cdata)
     if offered is not None and offered.backward == current_backward():
         offered.taken = None
 
 
-def restore(stand: Tensor) -> None:
+def restore(proxy: Tensor) -> None:
     """Put back what was taken for nothing; between backwards."""
-    if (offered := _offers.get(stand.untyped_storage()._cdata)) is not None:
+    if (offered := _offers.get(proxy.untyped_storage()._cdata)) is not None:
         offered.restore()
 
 
-def add_up(gradient: Tensor, stand: Tensor) -> Tensor:
-    """``gradient``, in the dtype of ``stand``, and what that has added up, if it was offered: new and contiguous."""
-    result = torch.empty(gradient.shape, dtype=stand.dtype, device=gradient.device)
-    offered, backward = _offers.get(stand.untyped_storage()._cdata), current_backward()
+def add_up(gradient: Tensor, proxy: Tensor) -> Tensor:
+    """``gradient``, in the dtype of ``proxy``, and what that has added up, if it was offered: new and contiguous."""
+    result = torch.empty(gradient.shape, dtype=proxy.dtype, device=gradient.device)
+    offered, backward = _offers.get(proxy.untyped_storage()._cdata), current_backward()
     if offered is not None and offered.backward != backward != -1:
         offered.restore()
-        offered.taken, offered.stand.grad, offered.backward = offered.stand.grad, None, backward
+        offered.taken, offered.proxy.grad, offered.backward = offered.proxy.grad, None, backward
         if offered.taken is not None:
             return torch.add(offered.taken, gradient, out=result)
     return result.copy_(gradient)
 
 
-def _shape(gradient: Tensor, stand: Tensor) -> Tensor:
-    return torch.empty(gradient.shape, dtype=stand.dtype, device=gradient.device)
+def _shape(gradient: Tensor, proxy: Tensor) -> Tensor:
+    return torch.empty(gradient.shape, dtype=proxy.dtype, device=gradient.device)
 
 
 LIBRARY.define(

@@ -1,28 +1,29 @@
-"""Before a compiled graph's first run, its ranks compare what they have compiled.
+"""Before a compiled graph first runs, its ranks compare what they have compiled.
 
-A collective that one rank issues and another does not hangs both. So every graph with collectives of ours begins with
-an operator that holds its *record* (``record.py``): what was compiled, as text, and the sequence of collectives for
-each process group. The record is part of the graph, and so of the compile cache's entry: a rank that starts warm has it
-too. The first time it runs, the ranks of each group meet at the store and compare; a difference is an error on all of
-them.
+A collective that one rank issues and another does not hangs both. So every graph with collectives of this library
+begins with an operator that holds the graph's *record* (``record.py``): what was compiled, as text, and the sequence of
+collectives for each process group. The record is part of the graph, and so of the compile cache's entry: a rank that
+starts with a warm cache has the record too. When the operator first runs, the ranks of each group meet at the store and
+compare; a difference is an error on all of them.
 
-[Note: meeting at the store]
-The ranks of a group meet in a part of the store, its *room*, whose name no earlier world has used: the store may be
-older than this world (a job that was started again, a process group that was destroyed and made anew). To agree on a
-name, each rank says who it is with a number drawn at random, ``here/<rank>``, and ``room/<rank>``, the digest of all
-such numbers that it has read. When all ranks have read the same, and so also each other's latest, that is the name.
+[Note: rendezvous at the store]
+The ranks of a group meet in a part of the store, their *rendezvous*, whose name no earlier world has used: the store
+may be older than this world (a job that was restarted, a process group that was destroyed and made anew). To agree on a
+name, each rank sets ``here/<rank>`` to a number drawn at random, and ``rendezvous/<rank>`` to the digest of all such
+numbers that the rank has read. When all ranks have set the same digest, the digest is the name.
 
-In the room, of a record with this digest:
+Keys of a rendezvous, for a record with a digest:
 ``<digest>``: the record.
-``<digest>/came/<rank>``: that rank has come to a graph with it, maybe long ago: one that compiles again (for the last,
-smaller batch) need not wait for others that do not, if its collectives are the same. If they are not, it waits in vain.
-``<digest>/met/<rank>``: that rank has found all ranks of all its groups to agree. A rank goes on when the others of its
-groups have; those of a mesh's other rows would else not hear of a difference in this one.
-``<digest>/came``, ``<digest>/met``: how many. All that a rank asks for while nothing is amiss: of N ranks each would
-else ask the store, which is one process, for N keys.
-``now/<rank>``: the digest that a rank is waiting for. Two that wait for each other with different digests will wait
-forever: that is a mismatch, found at once.
-``failed/<rank>``: why a rank gave up, when, and with what digest; what was seen once is an old story.
+``<digest>/came/<rank>``: the rank has come to a graph with this record, maybe long ago. A rank that compiles again (for
+the last, smaller batch) need not wait for ranks that do not, if the collectives are the same; if the collectives
+differ, the rank waits in vain.
+``<digest>/met/<rank>``: the rank has found all ranks of all its groups to agree. A rank goes on when the other ranks of
+its groups have; ranks in other rows of a mesh would not hear of a difference in this row otherwise.
+``<digest>/came``, ``<digest>/met``: how many ranks. A rank reads only these counts while nothing is amiss: otherwise
+each of N ranks would ask the store, which is one process, for N keys.
+``now/<rank>``: the digest that the rank is waiting for. Two ranks that wait for each other with different digests would
+wait forever: that is a mismatch, found at once.
+``failed/<rank>``: why the rank gave up, when, and with what digest; a failure that was read before is an old one.
 """
 
 import hashlib
@@ -68,7 +69,7 @@ class _World:
     me: str = field(default_factory=lambda: secrets.token_hex(8))
     agreed: dict[str, Record] = field(default_factory=dict)
     """The records that were compared, by their text."""
-    rooms: dict[Ranks, Any] = field(default_factory=dict)
+    rendezvous_of: dict[Ranks, Any] = field(default_factory=dict)
     """By group: its part of the store."""
     known_failures: set[str] = field(default_factory=set)
 
@@ -145,8 +146,8 @@ def compare(lines: Mapping[str, Sequence[str]], deadline_s: float | None = None)
 def forget_failures() -> None:
     """Where a process goes on after such an error (a test, a notebook): on all ranks, when all have had theirs."""
     world = _world()
-    for ranks, room in world.rooms.items():
-        world.known_failures.update(_get(room, f"failed/{rank}") for rank in ranks)
+    for ranks, rendezvous in world.rendezvous_of.items():
+        world.known_failures.update(_get(rendezvous, f"failed/{rank}") for rank in ranks)
 
 
 def _part(store: Any, name: str) -> Any:
@@ -177,14 +178,14 @@ class _Meeting:
         self.digests = {ranks: _digest(text) for ranks, text in records.items()}
         self.me = me
         self.world = world
-        self.lobbies = {ranks: _part(store, f"simplefsdp/{_digest(str(ranks))}") for ranks in records}
+        self.namespaces = {ranks: _part(store, f"simplefsdp/{_digest(str(ranks))}") for ranks in records}
         self.announced: set[tuple[Ranks, str]] = set()
         self.deadline = time.monotonic() + deadline_s
 
     def hold(self) -> None:
         try:
-            for lobby in self.lobbies.values():
-                lobby.set(f"here/{self.me}", self.world.me)
+            for namespace in self.namespaces.values():
+                namespace.set(f"here/{self.me}", self.world.me)
             self._until_all_have("came")
             self._until_all_have("met")
         except _Disagreement as error:
@@ -194,7 +195,7 @@ class _Meeting:
         finally:
             with suppress(dist.DistError):
                 for ranks, _ in self.announced:
-                    self.world.rooms[ranks].set(f"now/{self.me}", "")
+                    self.world.rendezvous_of[ranks].set(f"now/{self.me}", "")
 
     def _until_all_have(self, what: str) -> None:
         pause, patience = 0.001, time.monotonic() + _PATIENCE_S
@@ -218,80 +219,82 @@ class _Meeting:
 
     def _enter(self, ranks: Ranks) -> bool:
         """Whether all ranks have agreed on the group's room."""
-        if ranks in self.world.rooms:
+        if ranks in self.world.rendezvous_of:
             return True
-        lobby = self.lobbies[ranks]
-        here, rooms = _keys("here", ranks), _keys("room", ranks)
-        if not lobby.check(here):
+        namespace = self.namespaces[ranks]
+        here, names = _keys("here", ranks), _keys("rendezvous", ranks)
+        if not namespace.check(here):
             return False
-        name = _digest(" ".join(value.decode() for value in lobby.multi_get(here)))
-        lobby.set(f"room/{self.me}", name)
-        if not lobby.check(rooms) or set(lobby.multi_get(rooms)) != {name.encode()}:
+        name = _digest(" ".join(value.decode() for value in namespace.multi_get(here)))
+        namespace.set(f"rendezvous/{self.me}", name)
+        if not namespace.check(names) or set(namespace.multi_get(names)) != {name.encode()}:
             return False
-        self.world.rooms[ranks] = _part(lobby, name)
+        self.world.rendezvous_of[ranks] = _part(namespace, name)
         return True
 
     def _all_have(self, ranks: Ranks, what: str) -> bool:
         """Whether all ranks of the group have announced it; this one does."""
         if not self._enter(ranks):
             return False
-        room, digest = self.world.rooms[ranks], self.digests[ranks]
-        if self._announces_first(ranks, what) and not room.check([f"{digest}/{what}/{self.me}"]):
-            room.set(f"{digest}/{what}/{self.me}", "yes")
-            room.add(f"{digest}/{what}", 1)
-        return bool(room.add(f"{digest}/{what}", 0) == len(ranks))
+        rendezvous, digest = self.world.rendezvous_of[ranks], self.digests[ranks]
+        if self._announces_first(ranks, what) and not rendezvous.check([f"{digest}/{what}/{self.me}"]):
+            rendezvous.set(f"{digest}/{what}/{self.me}", "yes")
+            rendezvous.add(f"{digest}/{what}", 1)
+        return bool(rendezvous.add(f"{digest}/{what}", 0) == len(ranks))
 
     def _announces_first(self, ranks: Ranks, what: str) -> bool:
         """Whether it has not been announced in this meeting; the others then know what this rank waits with."""
         if (ranks, what) in self.announced:
             return False
         self.announced.add((ranks, what))
-        room, digest = self.world.rooms[ranks], self.digests[ranks]
-        if not room.check([digest]):  # the text is long, and the same from all that agree
-            room.set(digest, self.records[ranks])
-        room.set(f"now/{self.me}", digest)
+        rendezvous, digest = self.world.rendezvous_of[ranks], self.digests[ranks]
+        if not rendezvous.check([digest]):  # the text is long, and the same from all that agree
+            rendezvous.set(digest, self.records[ranks])
+        rendezvous.set(f"now/{self.me}", digest)
         return True
 
     def _missing(self, ranks: Ranks, what: str) -> int:
         """A rank that has not announced it."""
-        if ranks not in self.world.rooms:
-            i = _first_missing(self.lobbies[ranks], _keys("here", ranks))
-        elif (i := _first_missing(self.world.rooms[ranks], _keys(f"{self.digests[ranks]}/{what}", ranks))) < len(ranks):
+        if ranks not in self.world.rendezvous_of:
+            i = _first_missing(self.namespaces[ranks], _keys("here", ranks))
+        elif (
+            i := _first_missing(self.world.rendezvous_of[ranks], _keys(f"{self.digests[ranks]}/{what}", ranks))
+        ) < len(ranks):
             self._look_for_trouble(ranks, ranks[i])
         return ranks[min(i, len(ranks) - 1)]  # the last, if all have come meanwhile
 
     def _look_for_trouble(self, ranks: Ranks, rank: int) -> None:
-        room, mine = self.world.rooms[ranks], self.digests[ranks]
-        theirs = _get(room, f"now/{rank}") or mine
-        failed = _get(room, f"failed/{rank}")
+        rendezvous, mine = self.world.rendezvous_of[ranks], self.digests[ranks]
+        theirs = _get(rendezvous, f"now/{rank}") or mine
+        failed = _get(rendezvous, f"failed/{rank}")
         if failed and failed not in self.world.known_failures:
             failure = json.loads(failed)
             theirs = failure["digest"]
             if theirs == mine:
                 raise _Disagreement(f"rank {rank} gave up: {failure['why']}")
-        if theirs != mine and not room.check([f"{theirs}/came/{self.me}"]):
-            raise _Disagreement(_difference(self.records[ranks], _get(room, theirs), self.me, rank))
+        if theirs != mine and not rendezvous.check([f"{theirs}/came/{self.me}"]):
+            raise _Disagreement(_difference(self.records[ranks], _get(rendezvous, theirs), self.me, rank))
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, reason: str) -> None:
         """Say so in all rooms, and stay for a while: others may not have come yet, and the store may be in here."""
         leave = time.monotonic() + _SHUTDOWN_GRACE_S
         unheard = [*self.records]
         while unheard:
-            unheard = [ranks for ranks in unheard if not self._all_have_failed(ranks, why)]
+            unheard = [ranks for ranks in unheard if not self._all_have_failed(ranks, reason)]
             if time.monotonic() > leave:
                 return
             time.sleep(0.01)
 
-    def _all_have_failed(self, ranks: Ranks, why: str) -> bool:
+    def _all_have_failed(self, ranks: Ranks, reason: str) -> bool:
         """Whether all others of the group have given up too; this one does."""
         if not self._enter(ranks):
             return False
-        room, known = self.world.rooms[ranks], self.world.known_failures
+        rendezvous, known = self.world.rendezvous_of[ranks], self.world.known_failures
         if self._announces_first(ranks, "failed"):
-            failure = {"why": why, "digest": self.digests[ranks], "when": time.time_ns()}
-            room.set(f"failed/{self.me}", json.dumps(failure))
+            failure = {"why": reason, "digest": self.digests[ranks], "when": time.time_ns()}
+            rendezvous.set(f"failed/{self.me}", json.dumps(failure))
         keys = [key for key in _keys("failed", ranks) if key != f"failed/{self.me}"]
-        failures = [value.decode() for value in room.multi_get(keys)] if room.check(keys) else []
+        failures = [value.decode() for value in rendezvous.multi_get(keys)] if rendezvous.check(keys) else []
         if not failures or not known.isdisjoint(failures):
             return False
         known.update(failures)

@@ -121,13 +121,13 @@ def _ends(came: Places, pair: int) -> Boundaries:
     return tuple(buckets[::-1])
 
 
-def gather_boundaries(half: CostGraph, ways: Sequence[Way]) -> list[Boundaries]:
-    at = list(accumulate(half.seconds, initial=0.0))
-    return _cut([_Use(g.kind, g.nbytes, at[g.first_use_slot]) for g in half.gathers], ways)
+def gather_boundaries(graph: CostGraph, ways: Sequence[Way]) -> list[Boundaries]:
+    at = list(accumulate(graph.seconds, initial=0.0))
+    return _cut([_Use(g.kind, g.nbytes, at[g.first_use_slot]) for g in graph.gathers], ways)
 
 
-def reduction_boundaries(half: CostGraph, ways: Sequence[Way]) -> list[Boundaries]:
-    at = list(accumulate(half.seconds, initial=0.0))
-    count = len(half.reductions)
-    found = _cut([_Use(r.kind, r.nbytes, at[-1] - at[r.ready_slot]) for r in half.reductions[::-1]], ways)
-    return [tuple(tuple(count - 1 - i for i in members[::-1]) for members in cuts[::-1]) for cuts in found]
+def reduction_boundaries(graph: CostGraph, ways: Sequence[Way]) -> list[Boundaries]:
+    at = list(accumulate(graph.seconds, initial=0.0))
+    count = len(graph.reductions)
+    found = _cut([_Use(r.kind, r.nbytes, at[-1] - at[r.ready_slot]) for r in graph.reductions[::-1]], ways)
+    return [tuple(tuple(count - 1 - i for i in members[::-1]) for members in boundaries[::-1]) for boundaries in found]

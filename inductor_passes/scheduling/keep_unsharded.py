@@ -33,10 +33,10 @@ def choose_unsharded(
     found: list[tuple[float, frozenset[str]]] = []
     for count in sorted({0, 1, *counts}):
         fqns = frozenset(gather.fqn for gather in gathers[:count])
-        halves = keep_unsharded(forward, backward, fqns)
+        graphs = keep_unsharded(forward, backward, fqns)
         first, second = (
-            (alone or search_schedule(halves[0], budget, effort=QUICK)),
-            search_schedule(halves[1], budget, effort=QUICK),
+            (alone or search_schedule(graphs[0], budget, effort=QUICK)),
+            search_schedule(graphs[1], budget, effort=QUICK),
         )
         if first and second:
             found.append((first.timeline.seconds + second.timeline.seconds, fqns))
@@ -60,10 +60,10 @@ def keep_unsharded(forward: CostGraph, backward: CostGraph, fqns: Collection[str
     return forward._replace(gathers=gathers), _without_idle_slots(kept)
 
 
-def _without_idle_slots(half: CostGraph) -> CostGraph:
+def _without_idle_slots(graph: CostGraph) -> CostGraph:
     """The same graph, where steps between which nothing is needed or made any more are one."""
-    end = len(half.seconds)
-    slots = sorted({0, end, *(g.first_use_slot for g in half.gathers), *(r.ready_slot for r in half.reductions)})
+    end = len(graph.seconds)
+    slots = sorted({0, end, *(g.first_use_slot for g in graph.gathers), *(r.ready_slot for r in graph.reductions)})
     slot = {old: new for new, old in enumerate(slots)}
     steps = list(pairwise(slots))
 
@@ -71,11 +71,12 @@ def _without_idle_slots(half: CostGraph) -> CostGraph:
         return bisect_right(slots, old) - 1
 
     return CostGraph(
-        tuple(sum(half.seconds[begin:end]) for begin, end in steps),
-        tuple(max(half.live_bytes_in_step[begin:end]) for begin, end in steps),
-        tuple(half.live_bytes_at_slot[old] for old in slots),
+        tuple(sum(graph.seconds[begin:end]) for begin, end in steps),
+        tuple(max(graph.live_bytes_in_step[begin:end]) for begin, end in steps),
+        tuple(graph.live_bytes_at_slot[old] for old in slots),
         tuple(
-            g._replace(first_use_slot=slot[g.first_use_slot], last_use_slot=step(g.last_use_slot)) for g in half.gathers
+            g._replace(first_use_slot=slot[g.first_use_slot], last_use_slot=step(g.last_use_slot))
+            for g in graph.gathers
         ),
-        tuple(r._replace(ready_slot=slot[r.ready_slot]) for r in half.reductions),
+        tuple(r._replace(ready_slot=slot[r.ready_slot]) for r in graph.reductions),
     )

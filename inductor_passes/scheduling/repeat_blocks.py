@@ -21,8 +21,8 @@ class BlocksDifferError(ValueError):
     """The blocks of a graph cannot be told apart, or differ."""
 
 
-def repeat_blocks(half: CostGraph, blocks: int, number: Numbered, renamed: Renamed) -> CostGraph:
-    """``half`` of a model with ``blocks`` blocks, of that of one with some less.
+def repeat_blocks(graph: CostGraph, blocks: int, number: Numbered, renamed: Renamed) -> CostGraph:
+    """``graph`` of a model with ``blocks`` blocks, of that of one with some less.
 
     That it is so is likely, not certain, as a graph does not say which weights it reads again in each block: another
     one with a block more tells.
@@ -31,15 +31,15 @@ def repeat_blocks(half: CostGraph, blocks: int, number: Numbered, renamed: Renam
         NotAlikeError: no block is like the one that follows it.
         ValueError: it has more blocks.
     """
-    marks = _marks(half, number)
+    marks = _marks(graph, number)
     here, more = len(marks), blocks - len(marks)
     if more < 0:
         raise ValueError(f"blocks: expected {here} or more, found {blocks}")
     if not more:
-        return half
-    source = _alike(half, [step for _, step in marks])
+        return graph
+    source = _alike(graph, [step for _, step in marks])
     (_, begin), (_, end) = marks[source : source + 2]
-    piece = _Piece(begin, end, half.live_bytes_at_slot[end] - half.live_bytes_at_slot[begin], more)
+    piece = _Piece(begin, end, graph.live_bytes_at_slot[end] - graph.live_bytes_at_slot[begin], more)
     ascends = marks[0][0] == 0
 
     def of_block(fqn: str, place: int) -> list[tuple[str, int]]:
@@ -49,23 +49,23 @@ def repeat_blocks(half: CostGraph, blocks: int, number: Numbered, renamed: Renam
             return [(fqn, piece.moved(place))]
         nth = block if ascends else here - 1 - block
         copies = range(more + 1) if nth == source else [0 if nth < source else more]
-        places = [place + (more if place == len(half.seconds) else copy) * piece.steps for copy in copies]
+        places = [place + (more if place == len(graph.seconds) else copy) * piece.steps for copy in copies]
         numbers = [nth + copy if ascends else blocks - 1 - nth - copy for copy in copies]
         return [(renamed(fqn, block), place) for block, place in zip(numbers, places, strict=True)]
 
     gathers: list[Gather] = []
-    for gather in half.gathers:
+    for gather in graph.gathers:
         lasts = of_block(gather.fqn, gather.last_use_slot)
         for (fqn, use), (_, last) in zip(of_block(gather.fqn, gather.first_use_slot), lasts, strict=True):
             gathers.append(gather._replace(fqn=fqn, first_use_slot=use, last_use_slot=last))
     reductions: list[Reduction] = []
-    for reduction in half.reductions:
+    for reduction in graph.reductions:
         for fqn, there in of_block(reduction.fqn, reduction.ready_slot):
             reductions.append(reduction._replace(fqn=fqn, ready_slot=there))
     return CostGraph(
-        piece.inserted(half.seconds),
-        tuple(map(int, piece.inserted(half.live_bytes_in_step, piece.growth))),
-        tuple(map(int, piece.inserted(half.live_bytes_at_slot, piece.growth))),
+        piece.inserted(graph.seconds),
+        tuple(map(int, piece.inserted(graph.live_bytes_in_step, piece.growth))),
+        tuple(map(int, piece.inserted(graph.live_bytes_at_slot, piece.growth))),
         tuple(sorted(gathers, key=lambda gather: gather.first_use_slot)),
         tuple(sorted(reductions, key=lambda reduction: reduction.ready_slot)),
     )
@@ -100,11 +100,11 @@ class _Piece(NamedTuple):
         return tuple(found + [value + before + self.times * growth for value in values[self.end :]])
 
 
-def _marks(half: CostGraph, number: Numbered) -> list[tuple[int, int]]:
+def _marks(graph: CostGraph, number: Numbered) -> list[tuple[int, int]]:
     """Of each block, in the order in which they run: its number and a step that is at the same place in all."""
     found: dict[int, int] = {}
-    reduced = [(number(member.fqn), member.ready_slot) for member in half.reductions]
-    places = reduced or [(number(member.fqn), member.first_use_slot) for member in half.gathers]
+    reduced = [(number(member.fqn), member.ready_slot) for member in graph.reductions]
+    places = reduced or [(number(member.fqn), member.first_use_slot) for member in graph.gathers]
     for block, place in places:
         if block is not None:
             found[block] = min(place, found.get(block, place))
@@ -115,31 +115,31 @@ def _marks(half: CostGraph, number: Numbered) -> list[tuple[int, int]]:
     return marks
 
 
-def _alike(half: CostGraph, marks: Sequence[int]) -> int:
+def _alike(graph: CostGraph, marks: Sequence[int]) -> int:
     """Of the pieces between ``marks``, the first behind the first that is like the one that follows."""
-    pieces = [_of_piece(half, begin, end) for begin, end in pairwise(marks)]
+    pieces = [_of_piece(graph, begin, end) for begin, end in pairwise(marks)]
     for i, (one, other) in enumerate(pairwise(pieces[1:]), 1):
         if one == other:
             return i
     raise BlocksDifferError(f"of {len(marks)} blocks none is like the one that follows it, in compute and memory")
 
 
-def _of_piece(half: CostGraph, begin: int, end: int) -> tuple[Any, ...]:
+def _of_piece(graph: CostGraph, begin: int, end: int) -> tuple[Any, ...]:
     """What neighbouring blocks have in common, if they are alike."""
-    bytes_before = half.live_bytes_at_slot[begin]
+    bytes_before = graph.live_bytes_at_slot[begin]
     memory = [
         nbytes - bytes_before
-        for of in (half.live_bytes_in_step[begin:end], half.live_bytes_at_slot[begin : end + 1])
+        for of in (graph.live_bytes_in_step[begin:end], graph.live_bytes_at_slot[begin : end + 1])
         for nbytes in of
     ]
     members = [
         (member.kind, member.nbytes, place - begin)
         for places in (
-            [(g, g.first_use_slot) for g in half.gathers],
-            [(g, g.last_use_slot) for g in half.gathers],
-            [(r, r.ready_slot) for r in half.reductions],
+            [(g, g.first_use_slot) for g in graph.gathers],
+            [(g, g.last_use_slot) for g in graph.gathers],
+            [(r, r.ready_slot) for r in graph.reductions],
         )
         for member, place in places
         if begin <= place < end
     ]
-    return half.seconds[begin:end], memory, members
+    return graph.seconds[begin:end], memory, members

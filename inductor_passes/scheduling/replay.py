@@ -65,9 +65,9 @@ class Timeline(NamedTuple):
 class Replay:
     """A graph while it runs: collectives are issued and awaited in the slot that ``advance`` has come to."""
 
-    def __init__(self, half: CostGraph):
-        steps = len(half.seconds)
-        self.half = half
+    def __init__(self, graph: CostGraph):
+        steps = len(graph.seconds)
+        self.graph = graph
         self.slot = 0
         self.clock = 0.0
         self.exposed = 0.0
@@ -76,61 +76,61 @@ class Replay:
         self.alive = 0
         """Bytes of gathers, gradients and reduced shards."""
         self._starts: list[float] = []
-        self._memory = list(half.live_bytes_at_slot)
+        self._memory = list(graph.live_bytes_at_slot)
         self._spans: list[CollectiveSpan] = []
         self.last_read = [0] * (steps + 1)
         """Bytes of weights, by the last step that reads them."""
-        for gather in half.gathers:
+        for gather in graph.gathers:
             self.last_read[gather.last_use_slot] += gather.nbytes
         self._made = [0] * (steps + 1)
-        for reduction in half.reductions:
+        for reduction in graph.reductions:
             if reduction.ready_slot:
                 self._made[reduction.ready_slot - 1] += reduction.nbytes
             else:  # it is an input of the graph
                 self.alive += reduction.nbytes
 
     def issue_gathers(self, members: Iterable[int]) -> list[CollectiveSpan]:
-        flights = []
-        for kind, alike in _by_kind(self.half.gathers[i] for i in members).items():
-            nbytes = sum(gather.nbytes for gather in alike)
-            held = round(nbytes * kind.shard) if len(alike) > 1 else alike[0].prepared
+        spans = []
+        for kind, mergeable in _by_kind(self.graph.gathers[i] for i in members).items():
+            nbytes = sum(gather.nbytes for gather in mergeable)
+            held = round(nbytes * kind.shard) if len(mergeable) > 1 else mergeable[0].prepared
             self.clock += held * kind.copy_s_per_byte
             self._use(held + nbytes)
-            flights.append(self._issue("gather", kind, tuple(gather.fqn for gather in alike), nbytes, held))
-        return flights
+            spans.append(self._issue("gather", kind, tuple(gather.fqn for gather in mergeable), nbytes, held))
+        return spans
 
     def issue_reductions(self, members: Iterable[int]) -> list[CollectiveSpan]:
-        flights = []
-        for kind, alike in _by_kind(self.half.reductions[i] for i in members).items():
-            nbytes = sum(reduction.nbytes for reduction in alike)
-            if len(alike) > 1:
+        spans = []
+        for kind, mergeable in _by_kind(self.graph.reductions[i] for i in members).items():
+            nbytes = sum(reduction.nbytes for reduction in mergeable)
+            if len(mergeable) > 1:
                 self._copy(kind, nbytes)
-            self._use(sum(reduction.result for reduction in alike))
-            flights.append(self._issue("reduce", kind, tuple(reduction.fqn for reduction in alike), nbytes))
-        return flights
+            self._use(sum(reduction.result for reduction in mergeable))
+            spans.append(self._issue("reduce", kind, tuple(reduction.fqn for reduction in mergeable), nbytes))
+        return spans
 
-    def await_gather(self, flight: CollectiveSpan) -> None:
-        self._wait(flight)
-        self.alive -= flight.held
-        if len(flight.fqns) > 1:
-            self._copy(flight.kind, flight.nbytes)
+    def await_gather(self, span: CollectiveSpan) -> None:
+        self._wait(span)
+        self.alive -= span.held
+        if len(span.fqns) > 1:
+            self._copy(span.kind, span.nbytes)
 
-    def await_reduction(self, flight: CollectiveSpan) -> CollectiveSpan | None:
+    def await_reduction(self, span: CollectiveSpan) -> CollectiveSpan | None:
         """The all-reduce that follows is issued and returned, if there is one."""
-        self._wait(flight)
-        if flight.kind.all_reduce_after is not None:
-            return self._issue("all-reduce", flight.kind.all_reduce_after, flight.fqns, flight.nbytes)
-        self.alive -= flight.nbytes
+        self._wait(span)
+        if span.kind.all_reduce_after is not None:
+            return self._issue("all-reduce", span.kind.all_reduce_after, span.fqns, span.nbytes)
+        self.alive -= span.nbytes
         return None
 
     def advance(self) -> None:
         """Run the step that this slot precedes, or end."""
         step = self.slot
         self._starts.append(self.clock)
-        if step < len(self.half.seconds):
+        if step < len(self.graph.seconds):
             self._use(self._made[step])
-            self._note(self.half.live_bytes_in_step[step] - self.half.live_bytes_at_slot[step])
-            self.clock += self.half.seconds[step]
+            self._note(self.graph.live_bytes_in_step[step] - self.graph.live_bytes_at_slot[step])
+            self.clock += self.graph.seconds[step]
             self.alive -= self.last_read[step]
         else:
             self._note(0)
@@ -149,10 +149,10 @@ class Replay:
         finished = self.free[kind.channel] = started + kind.seconds(nbytes)
         return CollectiveSpan(what, kind, fqns, nbytes, self.clock, started, finished, held=held)
 
-    def _wait(self, flight: CollectiveSpan) -> None:
-        self._spans.append(flight._replace(awaited=self.clock))
-        self.exposed += max(0.0, flight.finished - self.clock)
-        self.clock = max(self.clock, flight.finished)
+    def _wait(self, span: CollectiveSpan) -> None:
+        self._spans.append(span._replace(awaited=self.clock))
+        self.exposed += max(0.0, span.finished - self.clock)
+        self.clock = max(self.clock, span.finished)
 
     def _copy(self, kind: CollectiveKind, nbytes: int) -> None:
         self._note(nbytes)
@@ -164,15 +164,15 @@ class Replay:
 
     def _note(self, more: int) -> None:
         self._memory[self.slot] = max(
-            self._memory[self.slot], self.half.live_bytes_at_slot[self.slot] + self.alive + more
+            self._memory[self.slot], self.graph.live_bytes_at_slot[self.slot] + self.alive + more
         )
 
 
 def _by_kind(members: Iterable[Any]) -> dict[CollectiveKind, list[Any]]:
-    alike: dict[CollectiveKind, list[Any]] = {}
+    mergeable: dict[CollectiveKind, list[Any]] = {}
     for member in members:
-        alike.setdefault(member.kind, []).append(member)
-    return alike
+        mergeable.setdefault(member.kind, []).append(member)
+    return mergeable
 
 
 def replay(graph: CostGraph, schedule: Schedule) -> Timeline:
@@ -232,7 +232,7 @@ def _actions(schedule: Schedule) -> Iterator[tuple[issue_points.ActionKey, _Acti
             yield key(phase.REDUCTION_WAIT, max(all_reduce, wait), issue, i), _Action.AWAIT_REDUCTION, i
 
 
-def lower_bound(half: CostGraph) -> float:
+def lower_bound(graph: CostGraph) -> float:
     """Seconds that no schedule of these steps can beat, without a memory budget.
 
     A gather cannot end before those that are needed earlier, nor a reduction begin before its gradient is there; so
@@ -240,14 +240,14 @@ def lower_bound(half: CostGraph) -> float:
     reductions, and these follow: the worst choice of both, or all that one channel has to do. Bytes go at full speed,
     with one alpha for all gathers of a channel and one for its reductions; copies and issuing cost nothing.
     """
-    at = list(accumulate(half.seconds, initial=0.0))
+    at = list(accumulate(graph.seconds, initial=0.0))
     held_up = [(-1, 0.0)]  # from this slot on, by so much
     ends = [(len(at), at[-1])]  # reductions from this slot on cannot end before, nothing held up
     longest = 0.0
-    members: list[Gather | Reduction] = [*half.gathers, *half.reductions]
+    members: list[Gather | Reduction] = [*graph.gathers, *graph.reductions]
     for channel in dict.fromkeys(member.kind.channel for member in members):
-        gathers = [gather for gather in half.gathers if gather.kind.channel == channel]
-        reductions = [reduction for reduction in half.reductions[::-1] if reduction.kind.channel == channel]
+        gathers = [gather for gather in graph.gathers if gather.kind.channel == channel]
+        reductions = [reduction for reduction in graph.reductions[::-1] if reduction.kind.channel == channel]
         gathering, reducing = _at_once(gathers), _at_once(reductions)
         held_up += [
             (g.first_use_slot, seconds - at[g.first_use_slot]) for g, seconds in zip(gathers, gathering, strict=True)

@@ -1,18 +1,19 @@
-"""The schedule of a graph, searched: which collectives are merged, and when each is issued and awaited.
+"""Search for the schedule of a graph: which collectives are merged, and when each is issued and awaited.
 
-``auto`` looks for the shortest predicted time (``timeline.py``) under a memory budget:
+``auto`` looks for the shortest predicted time (``replay.py``) under a memory limit:
 
-1. *Cut.* Parameters in the order of their use are cut into buckets (``cuts.py``), for several speeds of communication
-   and sizes of buckets.
-2. *Arrange.* A gather is issued as late as keeps it and all later ones in time, a reduction when it is complete.
-   Under a budget gathers leave more or less room free, by bisection.
-3. *Improve.* All that, arranged in several ways, and whatever else is proposed is replayed. From the best on, buckets
-   are merged and split, issued and awaited a slot earlier or later, while one such step or a few of them help.
+1. *Cut.* Parameters in the order of their use are cut into buckets (``bucket_boundaries.py``), for several speeds of
+   communication and sizes of buckets.
+2. *Arrange.* A gather is issued as late as keeps this gather and all later ones in time, a reduction when it is
+   complete. Under a memory limit gathers leave more or less memory free, by bisection.
+3. *Improve.* These arrangements, the best of them arranged in several ways, and the schedules that the caller proposes
+   are replayed. From the best on, buckets are merged and split, issued and awaited a slot earlier or later, while one
+   such step or a few of them help.
 
-All is deterministic: how much is tried depends on the size of the graph, never on the clock.
+The search is deterministic: how much is tried depends on the size of the graph, never on the clock.
 
 ``greedy`` is the auto-wrapping of the SimpleFSDP paper (arXiv 2411.00284), as far as the paper and its authors' code
-say it: see there.
+specify it: see ``greedy_schedule``.
 """
 
 import functools
@@ -77,12 +78,12 @@ class _Choice(NamedTuple):
     """Of a gather's time: how much earlier than necessary it is issued. Infinite: as soon as there is room for it."""
     gathers_first: bool = False
     """Whether reductions are held back while a gather is late."""
-    room: float = math.inf
+    memory_limit: float = math.inf
     """Bytes in use up to which gathers that could wait are issued, and reductions not awaited."""
 
 
 def search_schedule(
-    half: CostGraph,
+    graph: CostGraph,
     budget: float = math.inf,
     proposals: Iterable[Schedule] = (),
     *,
@@ -94,10 +95,10 @@ def search_schedule(
     Never slower than any of ``proposals`` that is within the budget. ``tolerance``: of the predicted time, what may be
     given away for a lower peak.
     """
-    least = _least_memory_schedule(half, effort.work)
-    given = [least, *(ReplayedSchedule(schedule, replay(half, schedule)) for schedule in proposals)]
+    least = _least_memory_schedule(graph, effort.work)
+    given = [least, *(ReplayedSchedule(schedule, replay(graph, schedule)) for schedule in proposals)]
     given = [found for found in given if found.timeline.peak <= budget]
-    arranged = _candidates(half, budget, least.timeline.peak, effort)
+    arranged = _candidates(graph, budget, least.timeline.peak, effort)
     candidates = sorted([*given, *arranged], key=lambda found: found.timeline.seconds)
     if not candidates:
         return None
@@ -105,7 +106,7 @@ def search_schedule(
     def faster(timeline: Timeline) -> tuple[float, float] | None:
         return (timeline.seconds, timeline.peak) if timeline.peak <= budget else None
 
-    found = _improve(half, candidates, faster, effort.work)
+    found = _improve(graph, candidates, faster, effort.work)
     if not tolerance:
         return found
     limit = min([found.timeline.seconds * (1 + tolerance), *(f.timeline.seconds for f in given)])
@@ -114,118 +115,126 @@ def search_schedule(
         return (timeline.peak, timeline.seconds) if timeline.seconds <= limit else None
 
     candidates = [f for f in (found, *candidates) if f.timeline.seconds <= limit]
-    return _improve(half, sorted(candidates, key=lambda f: f.timeline.peak), smaller, effort.work)
+    return _improve(graph, sorted(candidates, key=lambda f: f.timeline.peak), smaller, effort.work)
 
 
-def greedy_schedule(half: CostGraph, room: float = math.inf) -> ReplayedSchedule:
-    """Auto-wrapping by the rule of the SimpleFSDP paper.
+def greedy_schedule(graph: CostGraph, memory_limit: float = math.inf) -> ReplayedSchedule:
+    """Return the schedule of auto-wrapping by the rule of the SimpleFSDP paper.
 
-    In the order of use, a gather is added to the open bucket unless ``gather + reduction > compute``: the bucket's
-    gather and the reduction of the gradients made meanwhile do not hide under the compute of the step before, the one
-    that uses the previous bucket; or unless the bucket, twice, as it is unpacked by a copy, is more than ``room`` bytes
-    leave beside the most that this step needs. The first bucket has nothing to hide under, and one member. Gathers are
-    issued before the wait for the previous one. Gradients are reduced together when the step ends that makes them,
-    or, towards the end, once five times their reduction is more than the compute to come; they are awaited before the
-    next are reduced.
+    Gathers are taken in the order of use. A gather joins the open bucket if both hold: the bucket's gather and the
+    reduction of the gradients made meanwhile hide under the compute of the step before, the one that uses the previous
+    bucket; and twice the bucket, which a copy unpacks, fits beside the most memory that this step needs. The first
+    bucket has nothing to hide under, and one member. A gather is issued before the wait for the previous one.
+
+    Gradients are reduced together when the step ends that makes them, or, towards the end, once five times their
+    reduction is more than the compute to come. A reduction is awaited before the next is issued.
+
+    Args:
+        memory_limit: bytes in use at most, beside what is not in the graph.
     """
-    at = list(accumulate(half.seconds, initial=0.0))
-    cuts: list[list[int]] = []
+    at = list(accumulate(graph.seconds, initial=0.0))
+    boundaries: list[list[int]] = []
     starts: list[int] = []
     hides = 0.0
-    for i, gather in enumerate(half.gathers):
-        if cuts:
-            nbytes = sum(half.gathers[k].nbytes for k in (*cuts[-1], i))
+    for i, gather in enumerate(graph.gathers):
+        if boundaries:
+            nbytes = sum(graph.gathers[k].nbytes for k in (*boundaries[-1], i))
             before = starts[-2] if len(starts) > 1 else starts[-1]
-            most = max(half.live_bytes_in_step[before : starts[-1] + 1], default=0)
-            if gather.kind.seconds(nbytes) <= hides and most + 2 * nbytes <= room:
-                cuts[-1].append(i)
+            most = max(graph.live_bytes_in_step[before : starts[-1] + 1], default=0)
+            if gather.kind.seconds(nbytes) <= hides and most + 2 * nbytes <= memory_limit:
+                boundaries[-1].append(i)
                 continue
             hides = at[gather.first_use_slot] - at[starts[-1]]
-            made = [r for r in half.reductions if starts[-1] < r.ready_slot <= gather.first_use_slot]
+            made = [r for r in graph.reductions if starts[-1] < r.ready_slot <= gather.first_use_slot]
             hides -= made[0].kind.seconds(sum(r.nbytes for r in made)) if made else 0.0
-        cuts.append([i])
+        boundaries.append([i])
         starts.append(gather.first_use_slot)
-    gathers = [ScheduledBucket(tuple(members), starts[max(0, n - 1)], starts[n]) for n, members in enumerate(cuts)]
+    gathers = [
+        ScheduledBucket(tuple(members), starts[max(0, n - 1)], starts[n]) for n, members in enumerate(boundaries)
+    ]
     flushed: list[tuple[tuple[int, ...], int]] = []
     pending: list[int] = []
-    for i, reduction in enumerate(half.reductions):
+    for i, reduction in enumerate(graph.reductions):
         pending.append(i)
-        seconds = reduction.kind.seconds(sum(half.reductions[k].nbytes for k in pending))
-        following = half.reductions[i + 1].ready_slot if i + 1 < len(half.reductions) else math.inf
+        seconds = reduction.kind.seconds(sum(graph.reductions[k].nbytes for k in pending))
+        following = graph.reductions[i + 1].ready_slot if i + 1 < len(graph.reductions) else math.inf
         step = bisect_left(starts, reduction.ready_slot)
         if bisect_left(starts, following) > step or 5 * seconds > at[-1] - at[reduction.ready_slot]:
             flushed.append((tuple(pending), reduction.ready_slot))
             pending = []
-    points = [slot for _, slot in flushed] + [len(half.seconds) + 1]
+    points = [slot for _, slot in flushed] + [len(graph.seconds) + 1]
     reductions = [
-        ScheduledBucket(members, slot, points[n + 1], points[n + 1] if half.has_all_reduce(members) else -1)
+        ScheduledBucket(members, slot, points[n + 1], points[n + 1] if graph.has_all_reduce(members) else -1)
         for n, (members, slot) in enumerate(flushed)
     ]
     schedule = Schedule(tuple(gathers), tuple(reductions))
-    return ReplayedSchedule(schedule, replay(half, schedule))
+    return ReplayedSchedule(schedule, replay(graph, schedule))
 
 
-def least_memory_schedule(half: CostGraph) -> ReplayedSchedule:
+def least_memory_schedule(graph: CostGraph) -> ReplayedSchedule:
     """The schedule that needs the least memory: nothing is merged or issued ahead, and all is awaited at once, but for
     what small changes save."""
-    return _least_memory_schedule(half, THOROUGH.work)
+    return _least_memory_schedule(graph, THOROUGH.work)
 
 
 @functools.lru_cache(maxsize=8)
-def _least_memory_schedule(half: CostGraph, work: int) -> ReplayedSchedule:
+def _least_memory_schedule(graph: CostGraph, work: int) -> ReplayedSchedule:
     schedule = Schedule(
         tuple(
-            ScheduledBucket((i,), gather.first_use_slot, gather.first_use_slot) for i, gather in enumerate(half.gathers)
+            ScheduledBucket((i,), gather.first_use_slot, gather.first_use_slot)
+            for i, gather in enumerate(graph.gathers)
         ),
         tuple(
             ScheduledBucket((i,), r.ready_slot, r.ready_slot, r.ready_slot if r.kind.all_reduce_after else -1)
-            for i, r in enumerate(half.reductions)
+            for i, r in enumerate(graph.reductions)
         ),
     )
-    work = work // (len(half.gathers) + len(half.reductions) + 1)
-    found = ReplayedSchedule(schedule, replay(half, schedule))
-    return _descend(half, found, lambda timeline: (timeline.peak, 0.0), work, steps=2)[0]
+    work = work // (len(graph.gathers) + len(graph.reductions) + 1)
+    found = ReplayedSchedule(schedule, replay(graph, schedule))
+    return _descend(graph, found, lambda timeline: (timeline.peak, 0.0), work, steps=2)[0]
 
 
-def _candidates(half: CostGraph, budget: float, least: int, effort: Effort) -> list[ReplayedSchedule]:
+def _candidates(graph: CostGraph, budget: float, least: int, effort: Effort) -> list[ReplayedSchedule]:
     """Arrangements within the budget: of all cuts in one way, of the best of them in all ways.
 
     ``least``: the lowest peak there is.
     """
-    whole = sum(member.nbytes for member in (half.gathers or half.reductions))
+    whole = sum(member.nbytes for member in (graph.gathers or graph.reductions))
     spare = min(budget - least, whole)
     ways = [(speed, math.inf) for speed in effort.speeds]
     ways += [(1.0, part / n) for part in dict.fromkeys((whole, spare)) for n in effort.parts]
-    cuts = [(one_bucket_each(half.gathers), one_bucket_each(half.reductions))]
-    cuts += zip(gather_boundaries(half, ways), reduction_boundaries(half, ways), strict=True)
-    cuts += [(even_buckets(half.gathers, parts), even_buckets(half.reductions, parts)) for parts in effort.parts]
+    boundaries = [(one_bucket_each(graph.gathers), one_bucket_each(graph.reductions))]
+    boundaries += zip(gather_boundaries(graph, ways), reduction_boundaries(graph, ways), strict=True)
+    boundaries += [
+        (even_buckets(graph.gathers, parts), even_buckets(graph.reductions, parts)) for parts in effort.parts
+    ]
     found = {
-        choice: _arrange_within_budget(half, choice, budget)
-        for choice in (_Choice(*cut) for cut in dict.fromkeys(cuts))
+        choice: _arrange_within_budget(graph, choice, budget)
+        for choice in (_Choice(*boundary_set) for boundary_set in dict.fromkeys(boundaries))
     }
     best = sorted(found, key=lambda choice: f.timeline.seconds if (f := found[choice]) else math.inf)[: effort.best]
     for choice, margin, gathers_first in product(best, _MARGINS, (False, True)):
         other = choice._replace(margin=margin, gathers_first=gathers_first)
-        if half.reductions or not gathers_first:
-            found[other] = _arrange_within_budget(half, other, budget)
+        if graph.reductions or not gathers_first:
+            found[other] = _arrange_within_budget(graph, other, budget)
     return [f for f in found.values() if f is not None]
 
 
-def _arrange_within_budget(half: CostGraph, choice: _Choice, budget: float) -> ReplayedSchedule | None:
+def _arrange_within_budget(graph: CostGraph, choice: _Choice, budget: float) -> ReplayedSchedule | None:
     """The arrangement of a choice that gives gathers the most room within the budget."""
-    found = _arrange(half, choice)
+    found = _arrange(graph, choice)
     if found.timeline.peak <= budget:
         return found
     best, low, high = None, 0.0, float(budget)
-    for room in (high, low, *[math.nan] * 4):
-        room = (low + high) / 2 if math.isnan(room) else room
-        found = _arrange(half, choice._replace(room=room))
+    for memory_limit in (high, low, *[math.nan] * 4):
+        memory_limit = (low + high) / 2 if math.isnan(memory_limit) else memory_limit
+        found = _arrange(graph, choice._replace(memory_limit=memory_limit))
         if found.timeline.peak <= budget:
-            best, low = found, room
-        elif room == 0:
+            best, low = found, memory_limit
+        elif memory_limit == 0:
             return None
         else:
-            high = room
+            high = memory_limit
         if low == high:
             break
     return best
@@ -235,28 +244,28 @@ _Rank = Callable[[Timeline], tuple[float, float] | None]
 """The lower the better; ``None`` for what may not be."""
 
 
-def _improve(half: CostGraph, starts: Sequence[ReplayedSchedule], rank: _Rank, work: int) -> ReplayedSchedule:
+def _improve(graph: CostGraph, starts: Sequence[ReplayedSchedule], rank: _Rank, work: int) -> ReplayedSchedule:
     """The best that small changes make of ``starts``, of which those in front have the most time."""
-    work = work // (len(half.gathers) + len(half.reductions) + 1)
+    work = work // (len(graph.gathers) + len(graph.reductions) + 1)
     best = starts[0]
     for found in starts:
-        found, work = _descend(half, found, rank, work, steps=2)
+        found, work = _descend(graph, found, rank, work, steps=2)
         best = min(best, found, key=lambda found: rank(found.timeline) or (math.inf, math.inf))
-    return _descend(half, best, rank, work, steps=_STEPS)[0]
+    return _descend(graph, best, rank, work, steps=_STEPS)[0]
 
 
 def _descend(
-    half: CostGraph, best: ReplayedSchedule, rank: _Rank, work: int, steps: int
+    graph: CostGraph, best: ReplayedSchedule, rank: _Rank, work: int, steps: int
 ) -> tuple[ReplayedSchedule, int]:
     """The next better schedule, so many steps away, and on from there, until ``work`` of them are replayed."""
     improved = True
     while improved:
         improved = False
-        for schedule in _schedules_around(half, best.schedule, steps):
+        for schedule in _schedules_around(graph, best.schedule, steps):
             if work <= 0:
                 return best, work
             work -= 1
-            found = ReplayedSchedule(schedule, replay(half, schedule))
+            found = ReplayedSchedule(schedule, replay(graph, schedule))
             ranks = rank(found.timeline), rank(best.timeline)
             if ranks[0] is not None and ranks[1] is not None and ranks[0] < ranks[1]:
                 best, improved = found, True
@@ -264,70 +273,72 @@ def _descend(
     return best, work
 
 
-def _schedules_around(half: CostGraph, schedule: Schedule, steps: int) -> Iterator[Schedule]:
+def _schedules_around(graph: CostGraph, schedule: Schedule, steps: int) -> Iterator[Schedule]:
     """What up to so many changes make of a schedule, each once, what fewer make first."""
     seen, ring = {schedule}, [schedule]
     for _ in range(steps):
         reached = ring
         ring = []
         for one in reached:
-            for other in _neighbours(half, one):
-                other = issue_points.with_waits_at_issues(other, len(half.seconds))
+            for other in _neighbours(graph, one):
+                other = issue_points.with_waits_at_issues(other, len(graph.seconds))
                 if other not in seen:
                     seen.add(other)
                     ring.append(other)
                     yield other
 
 
-def _neighbours(half: CostGraph, schedule: Schedule) -> Iterator[Schedule]:
+def _neighbours(graph: CostGraph, schedule: Schedule) -> Iterator[Schedule]:
     gathers, reductions = schedule
-    uses = issue_points.gather_issue_slots(half)
-    gradients = issue_points.reduction_issue_slots(half)
-    issues = issue_points.reduction_wait_slots(schedule, len(half.seconds))
-    for i, timed in enumerate(gathers):
+    uses = issue_points.gather_issue_slots(graph)
+    gradients = issue_points.reduction_issue_slots(graph)
+    issues = issue_points.reduction_wait_slots(schedule, len(graph.seconds))
+    for i, scheduled in enumerate(gathers):
         first = gathers[i - 1].issue_slot if i else 0
-        last = gathers[i + 1].issue_slot if i + 1 < len(gathers) else timed.wait_slot
-        for slot in _beside(uses, timed.issue_slot):
-            if first <= slot <= min(last, timed.wait_slot):
-                yield Schedule(_put(gathers, i, timed._replace(issue_slot=slot)), reductions)
-        if timed.issue_slot > first:  # with all behind it
+        last = gathers[i + 1].issue_slot if i + 1 < len(gathers) else scheduled.wait_slot
+        for slot in _beside(uses, scheduled.issue_slot):
+            if first <= slot <= min(last, scheduled.wait_slot):
+                yield Schedule(_put(gathers, i, scheduled._replace(issue_slot=slot)), reductions)
+        if scheduled.issue_slot > first:  # with all behind it
             early = tuple(later._replace(issue_slot=first) for later in gathers[i:])
             yield Schedule((*gathers[:i], *early), reductions)
             # with all that are issued in the same slot
-            slot = max(first, uses[bisect_left(uses, timed.issue_slot) - 1])
-            same = sum(later.issue_slot == timed.issue_slot for later in gathers[i:])
+            slot = max(first, uses[bisect_left(uses, scheduled.issue_slot) - 1])
+            same = sum(later.issue_slot == scheduled.issue_slot for later in gathers[i:])
             early = tuple(later._replace(issue_slot=slot) for later in gathers[i : i + same])
             yield Schedule((*gathers[:i], *early, *gathers[i + same :]), reductions)
-        for at in range(1, len(timed.members)):
-            one, other = timed.members[:at], timed.members[at:]
+        for at in range(1, len(scheduled.members)):
+            one, other = scheduled.members[:at], scheduled.members[at:]
             parts = (
-                ScheduledBucket(part, timed.issue_slot, min(half.gathers[k].first_use_slot for k in part))
+                ScheduledBucket(part, scheduled.issue_slot, min(graph.gathers[k].first_use_slot for k in part))
                 for part in (one, other)
             )
             yield Schedule(_put(gathers, i, *parts), reductions)
     for i in range(len(gathers) - 1):
         yield schedule.with_gathers_merged(i)
-    for i, timed in enumerate(reductions):
+    for i, scheduled in enumerate(reductions):
         previous = reductions[i - 1].issue_slot if i else 0
-        first = max(previous, *(half.reductions[k].ready_slot for k in timed.members))
-        last = reductions[i + 1].issue_slot if i + 1 < len(reductions) else len(half.seconds)
-        if timed.all_reduce_slot >= 0:
-            for slot in _beside(issues, timed.all_reduce_slot):
-                if timed.issue_slot <= slot <= timed.wait_slot:
-                    yield Schedule(gathers, _put(reductions, i, timed._replace(all_reduce_slot=slot)))
-        for slot in _beside(gradients, timed.issue_slot):
+        first = max(previous, *(graph.reductions[k].ready_slot for k in scheduled.members))
+        last = reductions[i + 1].issue_slot if i + 1 < len(reductions) else len(graph.seconds)
+        if scheduled.all_reduce_slot >= 0:
+            for slot in _beside(issues, scheduled.all_reduce_slot):
+                if scheduled.issue_slot <= slot <= scheduled.wait_slot:
+                    yield Schedule(gathers, _put(reductions, i, scheduled._replace(all_reduce_slot=slot)))
+        for slot in _beside(gradients, scheduled.issue_slot):
             if first <= slot <= last:
-                then = max(timed.all_reduce_slot, slot) if timed.all_reduce_slot >= 0 else -1
-                moved = ScheduledBucket(timed.members, slot, max(timed.wait_slot, slot), then)
+                then = max(scheduled.all_reduce_slot, slot) if scheduled.all_reduce_slot >= 0 else -1
+                moved = ScheduledBucket(scheduled.members, slot, max(scheduled.wait_slot, slot), then)
                 yield Schedule(gathers, _put(reductions, i, moved))
-        for slot in _beside(issues, timed.wait_slot):
-            if slot >= max(timed.issue_slot, timed.all_reduce_slot):
-                yield Schedule(gathers, _put(reductions, i, timed._replace(wait_slot=slot)))
-        for at in range(1, len(timed.members)):
-            one, other = timed.members[:at], timed.members[at:]
-            issue = max(previous, *(half.reductions[k].ready_slot for k in one))
-            split = [timed._replace(members=one, issue_slot=issue), timed._replace(members=other)]
-            split = [part if half.has_all_reduce(part.members) else part._replace(all_reduce_slot=-1) for part in split]
+        for slot in _beside(issues, scheduled.wait_slot):
+            if slot >= max(scheduled.issue_slot, scheduled.all_reduce_slot):
+                yield Schedule(gathers, _put(reductions, i, scheduled._replace(wait_slot=slot)))
+        for at in range(1, len(scheduled.members)):
+            one, other = scheduled.members[:at], scheduled.members[at:]
+            issue = max(previous, *(graph.reductions[k].ready_slot for k in one))
+            split = [scheduled._replace(members=one, issue_slot=issue), scheduled._replace(members=other)]
+            split = [
+                part if graph.has_all_reduce(part.members) else part._replace(all_reduce_slot=-1) for part in split
+            ]
             yield Schedule(gathers, _put(reductions, i, *split))
     for i in range(len(reductions) - 1):
         yield schedule.with_reductions_merged(i)
@@ -342,13 +353,13 @@ def _put(buckets: tuple[ScheduledBucket, ...], i: int, *new: ScheduledBucket) ->
     return (*buckets[:i], *new, *buckets[i + 1 :])
 
 
-def _arrange(half: CostGraph, choice: _Choice) -> ReplayedSchedule:
+def _arrange(graph: CostGraph, choice: _Choice) -> ReplayedSchedule:
     """When to issue and await the buckets of a choice."""
-    end = len(half.seconds)
-    run = Replay(half)
-    due = _GatherIssue(half, choice, run)
-    complete = [max(half.reductions[i].ready_slot for i in members) for members in choice.reductions]
-    gradients = issue_points.reduction_issue_slots(half)
+    end = len(graph.seconds)
+    run = Replay(graph)
+    due = _GatherIssue(graph, choice, run)
+    complete = [max(graph.reductions[i].ready_slot for i in members) for members in choice.reductions]
+    gradients = issue_points.reduction_issue_slots(graph)
     gathers: list[ScheduledBucket] = []
     reductions: list[ScheduledBucket] = []
     gathering: deque[tuple[int, list[CollectiveSpan]]] = deque()
@@ -359,71 +370,71 @@ def _arrange(half: CostGraph, choice: _Choice) -> ReplayedSchedule:
         held = choice.gathers_first and slot < gradients[-1] and due.late(run, len(gathers), run.clock)
         if ready and _in(gradients, slot) and not held:
             for n in ready:
-                for earlier, flights in list(reducing.items()):
-                    if max(flight.finished for flight in flights) > run.clock and run.alive <= choice.room:
+                for earlier, spans in list(reducing.items()):
+                    if max(span.finished for span in spans) > run.clock and run.alive <= choice.memory_limit:
                         break
-                    following = [f for flight in flights if (f := run.await_reduction(flight))]
-                    timed = reductions[earlier]
+                    following = [f for span in spans if (f := run.await_reduction(span))]
+                    scheduled = reductions[earlier]
                     if following:
                         reducing[earlier] = following
-                        reductions[earlier] = timed._replace(all_reduce_slot=slot)
+                        reductions[earlier] = scheduled._replace(all_reduce_slot=slot)
                     else:
                         del reducing[earlier]
-                        reductions[earlier] = timed._replace(wait_slot=slot)
+                        reductions[earlier] = scheduled._replace(wait_slot=slot)
                 reducing[n] = run.issue_reductions(choice.reductions[n])
-                followed = half.has_all_reduce(choice.reductions[n])
-                reductions.append(ScheduledBucket(choice.reductions[n], slot, end + 1, end + 1 if followed else -1))
+                all_reduced = graph.has_all_reduce(choice.reductions[n])
+                reductions.append(ScheduledBucket(choice.reductions[n], slot, end + 1, end + 1 if all_reduced else -1))
         while len(gathers) < len(choice.gathers) and due.now(run, len(gathers), gathering):
             members, use = choice.gathers[len(gathers)], due.uses[len(gathers)]
             gathering.append((use, run.issue_gathers(members)))
             gathers.append(ScheduledBucket(members, slot, use))
         while gathering and gathering[0][0] <= slot:
-            for flight in gathering.popleft()[1]:
-                run.await_gather(flight)
+            for span in gathering.popleft()[1]:
+                run.await_gather(span)
         run.advance()
     schedule = Schedule(tuple(gathers), tuple(reductions))
-    return ReplayedSchedule(schedule, replay(half, schedule))
+    return ReplayedSchedule(schedule, replay(graph, schedule))
 
 
 def _after_waits(run: Replay, gathering: Iterable[tuple[int, list[CollectiveSpan]]]) -> float:
     """When the step begins that the slot precedes in which ``run`` is."""
     clock = run.clock
-    for use, flights in gathering:
+    for use, spans in gathering:
         if use > run.slot:
             break
-        for flight in flights:
-            clock = max(clock, flight.finished)
-            clock += flight.nbytes * flight.kind.copy_s_per_byte if len(flight.fqns) > 1 else 0.0
+        for span in spans:
+            clock = max(clock, span.finished)
+            clock += span.nbytes * span.kind.copy_s_per_byte if len(span.fqns) > 1 else 0.0
     return clock
 
 
 class _GatherIssue:
     """When the gathers of a choice are to be issued."""
 
-    def __init__(self, half: CostGraph, choice: _Choice, run: Replay):
+    def __init__(self, graph: CostGraph, choice: _Choice, run: Replay):
         self.members = choice.gathers
-        self.uses = [min(half.gathers[i].first_use_slot for i in members) for members in choice.gathers]
-        self._room = choice.room
+        self.uses = [min(graph.gathers[i].first_use_slot for i in members) for members in choice.gathers]
+        self._room = choice.memory_limit
         self._margin = choice.margin
-        self._at = list(accumulate(half.seconds, initial=0.0))
-        self._slots = issue_points.gather_issue_slots(half)
-        self._nbytes = [sum(half.gathers[i].nbytes for i in members) for members in choice.gathers]
-        self._channels = [half.gathers[members[0]].kind.channel for members in choice.gathers]
+        self._at = list(accumulate(graph.seconds, initial=0.0))
+        self._slots = issue_points.gather_issue_slots(graph)
+        self._nbytes = [sum(graph.gathers[i].nbytes for i in members) for members in choice.gathers]
+        self._channels = [graph.gathers[members[0]].kind.channel for members in choice.gathers]
         self._latest = [math.inf] * (len(self.uses) + 1)
         """Seconds of compute before which gather k must begin, for it and all later ones to be in time."""
         for k in reversed(range(len(self.uses))):
             kinds: dict[CollectiveKind, int] = {}
             for i in choice.gathers[k]:
-                kinds[half.gathers[i].kind] = kinds.get(half.gathers[i].kind, 0) + half.gathers[i].nbytes
+                kinds[graph.gathers[i].kind] = kinds.get(graph.gathers[i].kind, 0) + graph.gathers[i].nbytes
             cost = sum(kind.seconds(nbytes) for kind, nbytes in kinds.items())
             margin = choice.margin * cost if cost else 0.0
             self._latest[k] = min(self._at[self.uses[k]], self._latest[k + 1]) - cost - margin
-        copied = [0] * len(half.live_bytes_at_slot)
+        copied = [0] * len(graph.live_bytes_at_slot)
         for use, nbytes, members in zip(self.uses, self._nbytes, self.members, strict=True):
             copied[use] = max(copied[use], nbytes if len(members) > 1 else 0)
         self._read = list(accumulate(run.last_read, initial=0))
         """Bytes of weights that are not needed any longer, at each slot."""
-        in_use = zip(half.live_bytes_at_slot, copied, (*half.live_bytes_in_step, 0), self._read, strict=False)
+        in_use = zip(graph.live_bytes_at_slot, copied, (*graph.live_bytes_in_step, 0), self._read, strict=False)
         self._needs = [max(between + copy, during) - read for between, copy, during, read in in_use]
         """Bytes in use in each slot and step beside all that was gathered by then."""
         self._window: deque[int] = deque()

@@ -42,68 +42,71 @@ class _Change(NamedTuple):
     """Bytes above what there is room for."""
 
 
-def diagnose(half: CostGraph, schedule: Schedule, room: float) -> tuple[list[Diagnosis], list[Diagnosis]]:
-    """Of each bucket of gathers, and of reductions. ``room``: bytes that the graph may need."""
-    played = replay(half, schedule)
+def diagnose(graph: CostGraph, schedule: Schedule, memory_limit: float) -> tuple[list[Diagnosis], list[Diagnosis]]:
+    """Of each bucket of gathers, and of reductions. ``memory_limit``: bytes that the graph may need."""
+    replayed = replay(graph, schedule)
 
     def change(other: Schedule) -> _Change:
-        timeline = replay(half, other)
-        seconds = timeline.seconds - played.seconds
-        return _Change(seconds if abs(seconds) > _NEGLIGIBLE * played.seconds else 0.0, timeline.peak - room)
+        timeline = replay(graph, other)
+        seconds = timeline.seconds - replayed.seconds
+        return _Change(seconds if abs(seconds) > _NEGLIGIBLE * replayed.seconds else 0.0, timeline.peak - memory_limit)
 
     gathers = []
-    for i, timed in enumerate(schedule.gathers):
-        spans = _spans(played, half.gathers, timed, "gather")
-        earlier = _earlier(half, schedule, i) if _exposed(spans) else None
+    for i, scheduled in enumerate(schedule.gathers):
+        spans = _spans(replayed, graph.gathers, scheduled, "gather")
+        earlier = _earlier(graph, schedule, i) if _exposed(spans) else None
         bound, where = _bound(spans, change(earlier) if earlier else None, "issued earlier")
-        joins = _alike(half.gathers, schedule.gathers[i : i + 2])
+        joins = _alike(graph.gathers, schedule.gathers[i : i + 2])
         closed = _closed(change(schedule.with_gathers_merged(i))) if joins else _ALONE[joins]
         gathers.append(Diagnosis(spans, bound, where, closed))
     reductions = []
-    for i, timed in enumerate(schedule.reductions):
-        spans = _spans(played, half.reductions, timed, "reduce", "all-reduce")
-        later = _later(half, schedule, i) if _exposed(spans) else None
+    for i, scheduled in enumerate(schedule.reductions):
+        spans = _spans(replayed, graph.reductions, scheduled, "reduce", "all-reduce")
+        later = _later(graph, schedule, i) if _exposed(spans) else None
         bound, where = _bound(spans, change(later) if later else None, "awaited later")
-        joins = _alike(half.reductions, schedule.reductions[i : i + 2])
+        joins = _alike(graph.reductions, schedule.reductions[i : i + 2])
         closed = _closed(change(schedule.with_reductions_merged(i))) if joins else _ALONE[joins]
         reductions.append(Diagnosis(spans, bound, where, closed))
     return gathers, reductions
 
 
 def _spans(
-    played: Timeline, of: Sequence[Gather | Reduction], timed: ScheduledBucket, *what: str
+    replayed: Timeline, of: Sequence[Gather | Reduction], scheduled: ScheduledBucket, *what: str
 ) -> tuple[CollectiveSpan, ...]:
-    fqns = {of[k].fqn for k in timed.members}
-    return tuple(span for span in played.spans if span.what in what and span.fqns[0] in fqns)
+    fqns = {of[k].fqn for k in scheduled.members}
+    return tuple(span for span in replayed.spans if span.what in what and span.fqns[0] in fqns)
 
 
 def _exposed(spans: Sequence[CollectiveSpan]) -> bool:
     return any(span.exposed for span in spans)
 
 
-def _earlier(half: CostGraph, schedule: Schedule, i: int) -> Schedule | None:
+def _earlier(graph: CostGraph, schedule: Schedule, i: int) -> Schedule | None:
     """Gather ``i`` is issued one use of a weight earlier, those before it not later; ``None``: it is at the start."""
-    uses = sorted({0, *(gather.first_use_slot for gather in half.gathers)})
+    uses = sorted({0, *(gather.first_use_slot for gather in graph.gathers)})
     place = bisect_left(uses, schedule.gathers[i].issue_slot)
     if not place:
         return None
-    moved = [timed._replace(issue_slot=min(timed.issue_slot, uses[place - 1])) for timed in schedule.gathers[: i + 1]]
+    moved = [
+        scheduled._replace(issue_slot=min(scheduled.issue_slot, uses[place - 1]))
+        for scheduled in schedule.gathers[: i + 1]
+    ]
     return schedule._replace(gathers=(*moved, *schedule.gathers[i + 1 :]))
 
 
-def _later(half: CostGraph, schedule: Schedule, i: int) -> Schedule | None:
+def _later(graph: CostGraph, schedule: Schedule, i: int) -> Schedule | None:
     """Reduction ``i`` is awaited one reduction later; ``None``: it is awaited behind all compute."""
-    timed, end = schedule.reductions[i], len(half.seconds)
+    scheduled, end = schedule.reductions[i], len(graph.seconds)
     issues = sorted({end + 1, *(other.issue_slot for other in schedule.reductions)})
-    if timed.wait_slot >= end:
+    if scheduled.wait_slot >= end:
         return None
-    moved = timed._replace(wait_slot=issues[bisect_right(issues, timed.wait_slot)])
+    moved = scheduled._replace(wait_slot=issues[bisect_right(issues, scheduled.wait_slot)])
     return schedule._replace(reductions=(*schedule.reductions[:i], moved, *schedule.reductions[i + 1 :]))
 
 
 def _alike(of: Sequence[Gather | Reduction], pair: Sequence[ScheduledBucket]) -> bool | None:
     """Whether some of both buckets could share a collective; ``None``: there is only one."""
-    kinds = [{of[k].kind for k in timed.members} for timed in pair]
+    kinds = [{of[k].kind for k in scheduled.members} for scheduled in pair]
     return not kinds[0].isdisjoint(kinds[1]) if len(kinds) == 2 else None
 
 

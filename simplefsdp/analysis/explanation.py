@@ -25,7 +25,7 @@ _WORTH = 0.01
 _SUMS = ("step_s", "exposed_s", "communication_s")
 """Of a measurement."""
 _OF_BATCH = ("seconds", "live_bytes_in_step", "live_bytes_at_slot")
-"""Fields of a ``Half`` that grow with the batch."""
+"""Fields of a ``CostGraph`` that grow with the batch."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ class Explanation:
 
     plan: BucketPlan
     costs: StepCosts
-    played: tuple[Timeline, Timeline]
+    replayed: tuple[Timeline, Timeline]
     """Forward and backward, as predicted."""
     measurement: Measurement | None = None
     """Of ``simplefsdp.measure``, if there is one."""
 
     @functools.cached_property
     def prediction(self) -> Prediction:
-        return predict(self.plan, self.costs, self.played)
+        return predict(self.plan, self.costs, self.replayed)
 
     @functools.cached_property
     def buckets(self) -> tuple[BucketExplanation, ...]:
@@ -111,25 +111,25 @@ class Explanation:
     @property
     def before(self) -> int:
         """Collectives without a plan: one for each parameter and direction."""
-        return sum(len(half.gathers) + len(half.reductions) for half in self.costs.halves)
+        return sum(len(graph.gathers) + len(graph.reductions) for graph in self.costs.cost_graphs)
 
     @property
     def collectives(self) -> int:
         """With the plan: its buckets."""
-        return sum(len(of.gathers) + len(of.reductions) for of in schedules(self.plan, self.costs.halves))
+        return sum(len(of.gathers) + len(of.reductions) for of in schedules(self.plan, self.costs.cost_graphs))
 
     @property
     def gathered_bytes(self) -> int:
-        return sum(gather.nbytes for half in self.costs.halves for gather in half.gathers)
+        return sum(gather.nbytes for graph in self.costs.cost_graphs for gather in graph.gathers)
 
     @property
     def reduced_bytes(self) -> int:
-        return sum(reduction.nbytes for half in self.costs.halves for reduction in half.reductions)
+        return sum(reduction.nbytes for graph in self.costs.cost_graphs for reduction in graph.reductions)
 
     @property
     def compute_s(self) -> float:
         """Of the step, in its graphs."""
-        return sum(sum(half.seconds) for half in self.costs.halves)
+        return sum(sum(graph.seconds) for graph in self.costs.cost_graphs)
 
     @property
     def overhead_s(self) -> float:
@@ -147,11 +147,11 @@ class Explanation:
         """What it would bring to keep whole the weights that backward gathers again and that the planner would keep, if
         there are any."""
         again = [gather.fqn for gather in self.costs.backward.gathers]
-        kept = choose_unsharded(*self.costs.halves, again, self.costs.memory_limit_bytes)
+        kept = choose_unsharded(*self.costs.cost_graphs, again, self.costs.memory_limit_bytes)
         if not kept:
             return None
         what = f"reshard_after_forward=False for {fqn_range(tuple(fqn for fqn in again if fqn in kept))}"
-        found = _planned(self, keep_unsharded(*self.costs.halves, kept), self.costs.memory_limit_bytes)
+        found = _planned(self, keep_unsharded(*self.costs.cost_graphs, kept), self.costs.memory_limit_bytes)
         return next(iter(_change_to(self, what, found)), None)
 
     def to_json(self) -> str:
@@ -178,7 +178,7 @@ class Explanation:
         elements = sum(math.prod(shape) for _, shape in self.plan.parameters)
         limit = f" of {gib(self.memory_limit_bytes)}" if self.memory_limit_bytes < math.inf else ""
         least = predicted.bound_s + predicted.outside_s
-        communicated = sum(span.finished - span.started for timeline in self.played for span in timeline.spans)
+        communicated = sum(span.finished - span.started for timeline in self.replayed for span in timeline.spans)
         lines = [
             f"plan {self.plan.hash}, predicted for {predicted.profile}",
             f"  parameters   {len(self.plan.parameters)} of {elements:,} elements; "
@@ -225,15 +225,15 @@ class Explanation:
 
 def explain(plan: BucketPlan, costs: StepCosts, measurement: Measurement | None = None) -> Explanation:
     """What ``plan`` does with a step that costs this, why, and what was measured of it."""
-    return Explanation(plan, costs, timelines(plan, costs.halves), measurement)
+    return Explanation(plan, costs, timelines(plan, costs.cost_graphs), measurement)
 
 
 def _buckets(explanation: Explanation) -> list[BucketExplanation]:
-    plan, costs, played = explanation.plan, explanation.costs, explanation.played
-    first, second = schedules(plan, costs.halves)
+    plan, costs, replayed = explanation.plan, explanation.costs, explanation.replayed
+    first, second = schedules(plan, costs.cost_graphs)
     forward, _ = diagnose(costs.forward, first, costs.memory_limit_bytes)
     backward, reductions = diagnose(costs.backward, second, costs.memory_limit_bytes)
-    freed = [_freed(half, timeline) for half, timeline in zip(costs.halves, played, strict=True)]
+    freed = [_freed(graph, timeline) for graph, timeline in zip(costs.cost_graphs, replayed, strict=True)]
     buckets = [
         *(_explained("forward", one, freed[0]) for one in forward),
         *(_explained("backward", one, freed[1]) for one in backward),
@@ -269,10 +269,10 @@ def _went(bucket: BucketExplanation, measurement: Measurement) -> MeasuredBucket
     )
 
 
-def _freed(half: CostGraph, timeline: Timeline) -> dict[str, float]:
+def _freed(graph: CostGraph, timeline: Timeline) -> dict[str, float]:
     """By FQN of a gathered weight: when it is no longer needed."""
-    ends = [start + seconds for start, seconds in zip(timeline.starts, half.seconds, strict=False)]
-    return {gather.fqn: [*ends, timeline.seconds][gather.last_use_slot] for gather in half.gathers}
+    ends = [start + seconds for start, seconds in zip(timeline.starts, graph.seconds, strict=False)]
+    return {gather.fqn: [*ends, timeline.seconds][gather.last_use_slot] for gather in graph.gathers}
 
 
 def _explained(direction: str, one: Diagnosis, freed: Mapping[str, float]) -> BucketExplanation:
@@ -300,24 +300,28 @@ def _explained(direction: str, one: Diagnosis, freed: Mapping[str, float]) -> Bu
 
 
 def _changes(explanation: Explanation) -> list[Suggestion]:
-    room, halves = explanation.costs.memory_limit_bytes, explanation.costs.halves
-    best = _planned(explanation, halves, room)
+    memory_limit, cost_graphs = explanation.costs.memory_limit_bytes, explanation.costs.cost_graphs
+    best = _planned(explanation, cost_graphs, memory_limit)
     tried = [*_change_to(explanation, "plan='auto', as much memory", best)]
-    if room < math.inf and (free := _planned(explanation, halves, math.inf)) is not None:
+    if memory_limit < math.inf and (free := _planned(explanation, cost_graphs, math.inf)) is not None:
         tried += _change_to(explanation, f"a memory budget of {gib(free[1])}", free)
     if explanation.keeping is not None:
         tried.append(explanation.keeping)
-    larger = [half._replace(**{name: _twice(getattr(half, name)) for name in _OF_BATCH}) for half in halves]
-    twice = _planned(explanation, larger, room)
+    larger = [graph._replace(**{name: _twice(getattr(graph, name)) for name in _OF_BATCH}) for graph in cost_graphs]
+    twice = _planned(explanation, larger, memory_limit)
     tried += _change_to(explanation, "a batch twice as large, if compute and activations double", twice, batch=2)
     worth = sorted((one for one in tried if one.gain > _WORTH), key=lambda one: one.gain, reverse=True)
     return worth[:3]
 
 
-def _planned(explanation: Explanation, halves: Sequence[CostGraph], room: float) -> tuple[float, int] | None:
-    """Seconds and peak of a step with these graphs, planned anew; ``None``: there is no room."""
-    costs, present = explanation.costs, schedules(explanation.plan, halves)
-    found = [search_schedule(half, room, [schedule]) for half, schedule in zip(halves, present, strict=True)]
+def _planned(
+    explanation: Explanation, cost_graphs: Sequence[CostGraph], memory_limit: float
+) -> tuple[float, int] | None:
+    """Seconds and peak of a step with these graphs, planned anew; ``None``: nothing fits in memory."""
+    costs, present = explanation.costs, schedules(explanation.plan, cost_graphs)
+    found = [
+        search_schedule(graph, memory_limit, [schedule]) for graph, schedule in zip(cost_graphs, present, strict=True)
+    ]
     if not all(found):
         return None
     seconds = sum(one.timeline.seconds for one in found if one)
@@ -334,7 +338,7 @@ def _change_to(
 
 def _resharding(explanation: Explanation) -> list[str]:
     """Why weights stay whole, and why others do not."""
-    plan, (forward, backward) = explanation.plan, explanation.costs.halves
+    plan, (forward, backward) = explanation.plan, explanation.costs.cost_graphs
     lines = []
     if kept := [gather for gather in forward.gathers if gather.fqn in plan.keep_unsharded]:
         seconds = sum(gather.kind.seconds(gather.nbytes) for gather in kept)
@@ -344,8 +348,10 @@ def _resharding(explanation: Explanation) -> list[str]:
         )
     if again := [gather.fqn for gather in backward.gathers]:
         keeping = explanation.keeping
-        why = "kept unsharded, none would save time that is worth its memory" if keeping is None else _change(keeping)
-        lines.append(f"gathered again in backward: {fqn_range(again)}; {why}")
+        reason = (
+            "kept unsharded, none would save time that is worth its memory" if keeping is None else _change(keeping)
+        )
+        lines.append(f"gathered again in backward: {fqn_range(again)}; {reason}")
     return lines
 
 

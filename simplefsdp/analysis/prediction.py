@@ -68,7 +68,7 @@ class StepCosts(NamedTuple):
     """That the graphs may need besides; infinite: no limit."""
 
     @property
-    def halves(self) -> tuple[CostGraph, CostGraph]:
+    def cost_graphs(self) -> tuple[CostGraph, CostGraph]:
         return self.forward, self.backward
 
     def to_json(self) -> str:
@@ -78,16 +78,16 @@ class StepCosts(NamedTuple):
         def of_kind(member: Gather | Reduction) -> dict[str, Any]:
             return member._asdict() | {"kind": kinds.setdefault(member.kind, len(kinds))}
 
-        def half(of: CostGraph) -> dict[str, Any]:
+        def graph(of: CostGraph) -> dict[str, Any]:
             gathers, reductions = [*map(of_kind, of.gathers)], [*map(of_kind, of.reductions)]
             return of._asdict() | {"gathers": gathers, "reductions": reductions}
 
         def kind(of: CollectiveKind) -> dict[str, Any]:
             return of._asdict() | {"all_reduce_after": kind(of.all_reduce_after) if of.all_reduce_after else None}
 
-        fields = self._asdict() | {"forward": half(self.forward), "backward": half(self.backward)}
-        room = self.memory_limit_bytes if self.memory_limit_bytes < math.inf else None
-        return json.dumps({**fields, "memory_limit_bytes": room, "kinds": [kind(k) for k in kinds]}) + "\n"
+        fields = self._asdict() | {"forward": graph(self.forward), "backward": graph(self.backward)}
+        memory_limit = self.memory_limit_bytes if self.memory_limit_bytes < math.inf else None
+        return json.dumps({**fields, "memory_limit_bytes": memory_limit, "kinds": [kind(k) for k in kinds]}) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "StepCosts":
@@ -100,7 +100,7 @@ class StepCosts(NamedTuple):
 
         kinds = [kind(k) for k in fields.pop("kinds")]
 
-        def half(of: dict[str, Any]) -> CostGraph:
+        def graph(of: dict[str, Any]) -> CostGraph:
             gathers = tuple(Gather(**member | {"kind": kinds[member["kind"]]}) for member in of["gathers"])
             reductions = tuple(Reduction(**member | {"kind": kinds[member["kind"]]}) for member in of["reductions"])
             numbers = {name: tuple(of[name]) for name in ("seconds", "live_bytes_in_step", "live_bytes_at_slot")}
@@ -108,14 +108,14 @@ class StepCosts(NamedTuple):
 
         if fields["memory_limit_bytes"] is None:
             fields["memory_limit_bytes"] = math.inf
-        return cls(**fields | {"forward": half(fields["forward"]), "backward": half(fields["backward"])})
+        return cls(**fields | {"forward": graph(fields["forward"]), "backward": graph(fields["backward"])})
 
 
 def step_costs(
-    halves: Sequence[CostGraph], state: StepState, profile: HardwareProfile, memory_limit_bytes: float
+    cost_graphs: Sequence[CostGraph], state: StepState, profile: HardwareProfile, memory_limit_bytes: float
 ) -> StepCosts:
     """Of a forward and a backward graph; an optimizer's step belongs to those with a backward."""
-    forward, backward = halves
+    forward, backward = cost_graphs
     outside = profile.parameter_s * state.parameters + profile.memory_s(state.updated_bytes)
     outside = outside if backward.seconds else 0.0
     return StepCosts(profile.name, forward, backward, state.resident_bytes, outside, memory_limit_bytes)
@@ -160,21 +160,21 @@ class Prediction:
         )
 
 
-def schedules(plan: BucketPlan, halves: Sequence[CostGraph]) -> tuple[Schedule, Schedule]:
+def schedules(plan: BucketPlan, cost_graphs: Sequence[CostGraph]) -> tuple[Schedule, Schedule]:
     """``plan`` on a forward and a backward graph."""
-    forward, backward = halves
+    forward, backward = cost_graphs
     return schedule_of(forward, plan.forward, ()), schedule_of(backward, plan.backward, plan.reductions)
 
 
-def timelines(plan: BucketPlan, halves: Sequence[CostGraph]) -> tuple[Timeline, Timeline]:
+def timelines(plan: BucketPlan, cost_graphs: Sequence[CostGraph]) -> tuple[Timeline, Timeline]:
     """``plan`` on a forward and a backward graph, replayed."""
-    (forward, backward), (first, second) = halves, schedules(plan, halves)
+    (forward, backward), (first, second) = cost_graphs, schedules(plan, cost_graphs)
     return replay(forward, first), replay(backward, second)
 
 
-def predict(plan: BucketPlan, costs: StepCosts, played: Sequence[Timeline]) -> Prediction:
-    """What ``plan`` takes, ``played`` by ``timelines``."""
-    first, second = played
+def predict(plan: BucketPlan, costs: StepCosts, replayed: Sequence[Timeline]) -> Prediction:
+    """What ``plan`` takes, ``replayed`` by ``timelines``."""
+    first, second = replayed
     return Prediction(
         plan.hash,
         costs.profile,

@@ -17,16 +17,16 @@ _COMPUTE = 0
 """The first track; process groups have the following ones."""
 
 
-def prediction_files(prediction: Prediction, costs: StepCosts, played: Sequence[Timeline]) -> dict[str, str]:
+def prediction_files(prediction: Prediction, costs: StepCosts, replayed: Sequence[Timeline]) -> dict[str, str]:
     """What is predicted of a plan, as the files of a report, by name."""
     return {
         "costs.json": costs.to_json(),
         "prediction.json": prediction.to_json(),
-        "timeline.json": timeline_trace(costs.halves, played, costs.resident_bytes),
+        "timeline.json": timeline_trace(costs.cost_graphs, replayed, costs.resident_bytes),
     }
 
 
-def timeline_trace(halves: Sequence[CostGraph], timelines: Sequence[Timeline], resident: int = 0) -> str:
+def timeline_trace(cost_graphs: Sequence[CostGraph], timelines: Sequence[Timeline], resident: int = 0) -> str:
     """JSON of a forward and a backward graph, one after the other.
 
     Compute is in the track ``compute``, with the time that it waits for each collective as ``exposed``; collectives are
@@ -38,8 +38,8 @@ def timeline_trace(halves: Sequence[CostGraph], timelines: Sequence[Timeline], r
     events: list[dict[str, Any]] = [_named("process_name", 0, "predicted")]
     events += [_named("thread_name", track, name) for track, name in enumerate(tracks)]
     begin = 0.0
-    for direction, half, timeline in zip(("forward", "backward"), halves, timelines, strict=True):
-        for step, seconds in enumerate(half.seconds):
+    for direction, graph, timeline in zip(("forward", "backward"), cost_graphs, timelines, strict=True):
+        for step, seconds in enumerate(graph.seconds):
             events.append(_complete(_COMPUTE, f"{direction} {step}", "compute", begin + timeline.starts[step], seconds))
         for span in timeline.spans:
             track = 1 + channels.index(span.kind.channel)

@@ -249,6 +249,6 @@ def _parameter_s(clock: _Clock, profile: HardwareProfile) -> float:
         step(0)
         seconds = clock.seconds(step)
         (predicted,) = (json.loads(path.read_text()) for path in Path(folder).glob("*/prediction.json"))
-        torch._dynamo.reset()
+        torch.compiler.reset()
     graphs = predicted["forward_s"] + predicted["backward_s"]
     return max(0.0, (seconds - graphs) / len(list(model.parameters())))

@@ -108,16 +108,16 @@ def run(args: argparse.Namespace) -> None:
             print(f"\nthis machine was too busy: data moved later than modelled, at worst {times}")
 
 
-def _measure(trial: TrainingRun, chosen: Network, steps: int, bar: tqdm) -> list[TimingResult]:
+def _measure(training_run: TrainingRun, chosen: Network, steps: int, bar: tqdm) -> list[TimingResult]:
     for _ in range(2):
-        trial.step(chosen)
+        training_run.step(chosen)
         bar.update()
-    bar.set_description(trial.name)
-    return measure([trial], chosen, steps, bar.update)
+    bar.set_description(training_run.name)
+    return measure([training_run], chosen, steps, bar.update)
 
 
 def _free_memory() -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

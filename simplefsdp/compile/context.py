@@ -6,7 +6,7 @@ Nothing here changes while the passes run; what they note down is in a ``Compila
 import functools
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,13 +83,7 @@ def compilation_context(
     device = torch.device(values[0].device_mesh.device_type) if values else None
     profile = profile_of(options, device)
     request = requested(options, profile, device)
-    grouping = BLOCK if isinstance(request, SearchRequest) else request
-    buckets: list[tuple[str, ...]] = []
-    for model in models:
-        fqns = tuple(fqn for fqn, _ in model.parameters)
-        of_model = grouping.buckets(fqns) if isinstance(grouping, GroupingRequest) else ()
-        warn_of_split_buckets(model, of_model, frozenset(i.fqn for i in found.values() if i.model is model))
-        buckets += [tuple(prefix[model] + fqn for fqn in members) for members in of_model]
+    buckets = _buckets(request, prefix, found)
     parameters = [(prefix[model] + fqn, shape) for model in models for fqn, shape in model.parameters]
     params = {
         index: GraphParameter(
@@ -119,7 +113,7 @@ def compilation_context(
     return CompilationContext(
         params=params,
         request=request,
-        buckets=tuple(buckets),
+        buckets=buckets,
         parameters=tuple(parameters),
         common_facts=common_facts,
         groups=tuple(groups),
@@ -129,6 +123,25 @@ def compilation_context(
         key=key,
         report=_report(options, key, example_inputs, nodes),
     )
+
+
+def _buckets(
+    request: PlanRequest | None, prefix: Mapping[ShardedModel, str], found: Mapping[int, ShardedParameter]
+) -> Buckets:
+    """The buckets that a request asks for, or those of ``block`` for a plan that is searched.
+
+    Args:
+        prefix: of FQNs, for each model of the graph.
+        found: the sharded parameters among the graph's inputs.
+    """
+    grouping = BLOCK if isinstance(request, SearchRequest) else request
+    buckets: list[tuple[str, ...]] = []
+    for model in prefix:
+        fqns = tuple(fqn for fqn, _ in model.parameters)
+        of_model = grouping.buckets(fqns) if isinstance(grouping, GroupingRequest) else ()
+        warn_of_split_buckets(model, of_model, frozenset(i.fqn for i in found.values() if i.model is model))
+        buckets += [tuple(prefix[model] + fqn for fqn in members) for members in of_model]
+    return tuple(buckets)
 
 
 def _report(options: Options, key: str, example_inputs: Sequence[Any], nodes: Sequence[str]) -> Report | None:

@@ -143,13 +143,13 @@ class Passes:
             self.given.state,
             frozenset(param.fqn for param in params.values()),
         )
-        plan, costs, played, prediction = plan_step(self.given.request, step, self.given.profile)
+        plan, costs, replayed, prediction = plan_step(self.given.request, step, self.given.profile)
         predicted = ""
         if prediction is not None and costs is not None:
             trace_artifact("simplefsdp_prediction", prediction.to_json)
             predicted = f", predicted to take {prediction}"
             log.debug("plan %s is predicted to take %s", plan.hash, prediction)
-            for name, text in prediction_files(prediction, costs, played).items() if self.given.report else ():
+            for name, text in prediction_files(prediction, costs, replayed).items() if self.given.report else ():
                 self._dump_text(name, text)
         self.notes.summaries.append(f"plan {plan.hash}: {before} -> {plan.collectives(uses)} collectives{predicted}")
         trace_artifact("simplefsdp_plan", plan.to_json)

@@ -186,7 +186,7 @@ def _traced(model: nn.Module, job: PlanJob) -> Sequence[CostGraph]:
     """The graphs of a step of ``model``, whose memory nobody writes or reads."""
     model.to_empty(device="cpu")
     tokens = torch.zeros((job.batch, job.seq), dtype=torch.int64)
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
     def loss(tokens: Tensor, targets: Tensor) -> Any:
         return model(tokens, targets) if job.model in MODELS else cross_entropy(model(tokens), targets)

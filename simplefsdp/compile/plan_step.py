@@ -96,48 +96,48 @@ def plan_step(request: PlanRequest, step: StepToPlan, profile: HardwareProfile |
     if profile is None:
         return PlannedStep(plan, None, (), None)
     costs = step_costs(step.cost_graphs, step.state, profile, memory_limit(request, step.state.resident_bytes))
-    played = timelines(plan, step.cost_graphs)
-    return PlannedStep(plan, costs, played, predict(plan, costs, played))
+    replayed = timelines(plan, step.cost_graphs)
+    return PlannedStep(plan, costs, replayed, predict(plan, costs, replayed))
 
 
-def search_plan(wanted: SearchRequest, step: StepToPlan) -> BucketPlan:
+def search_plan(request: SearchRequest, step: StepToPlan) -> BucketPlan:
     """Return the plan that the planner ``wanted.name`` finds.
 
     Raises:
         ValueError: the memory budget cannot be met; says what is the least. A device that is too small is a warning.
     """
-    halves, resident = step.cost_graphs, step.state.resident_bytes
+    graphs, resident = step.cost_graphs, step.state.resident_bytes
     position = {fqn: i for i, (fqn, _) in enumerate(step.parameters)}
     known = resolve_plan(BLOCK.prefetch, step.buckets, step.uses, step.parameters, step.keep_unsharded)
-    limit = memory_limit(wanted, resident)
-    minima = [least_memory_schedule(half) for half in halves]
-    least = max(found.timeline.peak for found in minima)
-    if least > limit and wanted.budget is None:
+    limit = memory_limit(request, resident)
+    minima = [least_memory_schedule(graph) for graph in graphs]
+    least = max(schedules.timeline.peak for schedules in minima)
+    if least > limit and request.budget is None:
         log.warning(
             "plan=%r: this step is predicted to need %d bytes of a device of %d; it is planned for the least memory",
-            wanted.name,
+            request.name,
             least + resident,
-            wanted.device_bytes,
+            request.device_bytes,
         )
         limit = least
     if least > limit:
         needed = -(-100 * (least + resident) // PLANNED_PERCENT)
         raise ValueError(
-            f"option 'memory_budget'={wanted.budget}: this step needs at least {needed} bytes, of which {resident} for "
-            f"shards and the optimizer's state, {100 - PLANNED_PERCENT} % as predictions err"
+            f"option 'memory_budget'={request.budget}: this step needs at least {needed} bytes, of which {resident} "
+            f"for shards and the optimizer's state, {100 - PLANNED_PERCENT} % as predictions err"
         )
-    found = []
-    for half, gathers, lowest in zip(halves, (known.forward, known.backward), minima, strict=True):
-        by_rule = greedy_schedule(half, limit)
-        if wanted.name == "auto":
-            proposals = [schedule_of(half, gathers, known.reductions), by_rule.schedule]
-            best = search_schedule(half, limit, proposals, tolerance=TIME_TOLERANCE if wanted.budget is None else 0.0)
+    schedules = []
+    for graph, gathers, lowest in zip(graphs, (known.forward, known.backward), minima, strict=True):
+        by_rule = greedy_schedule(graph, limit)
+        if request.name == "auto":
+            proposals = [schedule_of(graph, gathers, known.reductions), by_rule.schedule]
+            best = search_schedule(graph, limit, proposals, tolerance=TIME_TOLERANCE if request.budget is None else 0.0)
             assert best is not None
-            found.append(best)
+            schedules.append(best)
         else:
-            found.append(by_rule if by_rule.timeline.peak <= limit else lowest)
+            schedules.append(by_rule if by_rule.timeline.peak <= limit else lowest)
     (forward, _), (backward, reductions) = (
-        buckets_of(half, best.schedule, position) for half, best in zip(halves, found, strict=True)
+        buckets_of(graph, best.schedule, position) for graph, best in zip(graphs, schedules, strict=True)
     )
     return BucketPlan(forward, backward, reductions, step.keep_unsharded, step.parameters)
 
@@ -152,7 +152,7 @@ def reshard_decision(chosen: Reshard, fqn: str, plan: PlanRequest | None) -> boo
 
 
 def choose_unsharded_parameters(
-    wanted: SearchRequest, halves: Sequence[CostGraph], resident: int, undecided: Collection[str]
+    request: SearchRequest, graphs: Sequence[CostGraph], resident: int, undecided: Collection[str]
 ) -> frozenset[str]:
     """Which of the parameters that are left to the planner stay whole until backward.
 
@@ -161,8 +161,8 @@ def choose_unsharded_parameters(
         resident: as in ``search``.
         undecided: FQNs of these parameters.
     """
-    forward, backward = halves
-    return choose_unsharded(forward, backward, undecided, memory_limit(wanted, resident))
+    forward, backward = graphs
+    return choose_unsharded(forward, backward, undecided, memory_limit(request, resident))
 
 
 def with_reshard_decided(params: Mapping[int, GraphParameter], kept: Collection[str]) -> dict[int, GraphParameter]:
@@ -173,9 +173,9 @@ def with_reshard_decided(params: Mapping[int, GraphParameter], kept: Collection[
     }
 
 
-def fits_memory(wanted: SearchRequest, halves: Sequence[CostGraph], resident: int) -> bool:
+def fits_memory(request: SearchRequest, graphs: Sequence[CostGraph], resident: int) -> bool:
     """Whether there is a plan for these graphs within the budget or the device."""
-    return max(least_memory_schedule(half).timeline.peak for half in halves) <= memory_limit(wanted, resident)
+    return max(least_memory_schedule(graph).timeline.peak for graph in graphs) <= memory_limit(request, resident)
 
 
 def device_memory_bytes(device: torch.device) -> int | None:
@@ -183,10 +183,10 @@ def device_memory_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def memory_limit(wanted: object, resident: int) -> float:
+def memory_limit(request: object, resident: int) -> float:
     """Bytes that are predicted at most, beside ``resident``."""
-    if not isinstance(wanted, SearchRequest):
+    if not isinstance(request, SearchRequest):
         return math.inf
-    if wanted.budget is not None:
-        return wanted.budget * PLANNED_PERCENT // 100 - resident
-    return math.inf if wanted.device_bytes is None else wanted.device_bytes * _OF_DEVICE // 100 - resident
+    if request.budget is not None:
+        return request.budget * PLANNED_PERCENT // 100 - resident
+    return math.inf if request.device_bytes is None else request.device_bytes * _OF_DEVICE // 100 - resident

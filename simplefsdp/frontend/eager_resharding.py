@@ -43,7 +43,7 @@ _Key = tuple[int, bool, bool, int]
 class _Outermost:
     """What all calls inside one outermost call share."""
 
-    stands: dict[int, Tensor] = field(default_factory=dict)
+    proxies: dict[int, Tensor] = field(default_factory=dict)
     """Stand-ins of the parameters read so far, by ``id``."""
     weights: dict[int, "_RegatheredWeight"] = field(default_factory=dict)
     """By ``id`` of the parameter."""
@@ -84,7 +84,7 @@ class _UnshardedWeight:
 
     param: DTensor
     full: _GatheredWeight
-    stand: Tensor | None
+    proxy: Tensor | None
     requires_grad: bool
     versions: tuple[int, int]
 
@@ -186,7 +186,7 @@ class _SavedDTensor:
         return DTensor(self.local.get(), self.spec, requires_grad=False)
 
 
-@torch._dynamo.disable
+@torch.compiler.disable
 def enter(compiled: bool) -> _Call:
     """Begin the call of a sharded module; ``compiled``: Dynamo sees what it calls."""
     calls = _thread.calls
@@ -210,7 +210,7 @@ def _only_ours(outermost: _Outermost) -> bool:
     return hooks is None or hooks[0] is outermost.pack
 
 
-@torch._dynamo.disable
+@torch.compiler.disable
 def leave(call: _Call) -> None:
     """End it, whether it returned or raised."""
     _thread.calls.pop()
@@ -219,10 +219,10 @@ def leave(call: _Call) -> None:
         _drop_held()
         if call.outermost.pack is not None:
             pop_saved_tensors_hooks()
-        call.outermost.stands.clear()
+        call.outermost.proxies.clear()
 
 
-@torch._dynamo.disable
+@torch.compiler.disable
 def check_unchanged(call: _Call) -> None:
     """Raise if a weight was changed in place during ``call``."""
     for full in call.gathered.values():
@@ -232,26 +232,26 @@ def check_unchanged(call: _Call) -> None:
             held.full.check_unchanged()
 
 
-@torch._dynamo.disable
-def read(param: DTensor, info: ShardedParameter, stand: Tensor | None) -> Tensor:
+@torch.compiler.disable
+def read(param: DTensor, info: ShardedParameter, proxy: Tensor | None) -> Tensor:
     """The full weight inside a call, in backward or while held by ``unshard``; elsewhere ``param``, the shard.
 
-    ``stand``: where its gradient is to flow, if it is not to be reduced.
+    ``proxy``: where its gradient is to flow, if it is not to be reduced.
     """
     if (held := _thread.held.get(id(param))) is not None:
-        if held.stand is not stand or held.requires_grad != param.requires_grad or held.versions != _versions(param):
+        if held.proxy is not proxy or held.requires_grad != param.requires_grad or held.versions != _versions(param):
             raise RuntimeError(f"{info.fqn}: was changed since unshard(); call unshard() after such changes")
         return info.as_it_was(held.full.tensor)
     # The backward of a checkpointed region may call any function of the user's, not only modules.
     if not _thread.calls:
-        return info.as_it_was(_gather(param, info, _Outermost(), stand)) if in_backward() else param
+        return info.as_it_was(_gather(param, info, _Outermost(), proxy)) if in_backward() else param
     # Selective checkpointing counts operators, under a mode of its own: what it recomputes must gather as its forward.
     key = (id(param), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dispatch_modes())
     for call in reversed(_thread.calls):
         if key in call.gathered:
             return info.as_it_was(call.gathered[key].tensor)
     call = _thread.calls[-1]
-    full = _gather(param, info, call.outermost, stand)
+    full = _gather(param, info, call.outermost, proxy)
     call.gathered[key] = _GatheredWeight.of(full, info.fqn)
     return info.as_it_was(full)
 
@@ -263,9 +263,9 @@ def hold_unsharded(params: list[tuple[DTensor, ShardedParameter, Tensor | None]]
         # Fused and foreach optimizers do not change a shard's version.
         _thread.stop_watching = register_optimizer_step_post_hook(lambda *_: _drop_held()).remove
     with torch.inference_mode(False), torch.enable_grad():  # who uses them later may want gradients
-        for param, info, stand in params:
-            full = _GatheredWeight.of(_gather(param, info, outermost, stand), info.fqn)
-            _thread.held[id(param)] = _UnshardedWeight(param, full, stand, param.requires_grad, _versions(param))
+        for param, info, proxy in params:
+            full = _GatheredWeight.of(_gather(param, info, outermost, proxy), info.fqn)
+            _thread.held[id(param)] = _UnshardedWeight(param, full, proxy, param.requires_grad, _versions(param))
 
 
 def release_unsharded(params: list[DTensor]) -> None:
@@ -283,17 +283,17 @@ def _drop_held() -> None:
 
 
 @temporarily_clear_interpreter_stack()  # of torch.func: the weight is the same for all of its levels
-def _gather(param: DTensor, info: ShardedParameter, outermost: _Outermost, stand: Tensor | None) -> Tensor:
+def _gather(param: DTensor, info: ShardedParameter, outermost: _Outermost, proxy: Tensor | None) -> Tensor:
     comm = info.communication
     if not (torch.is_grad_enabled() and param.requires_grad):
         full = all_gather(param._local_tensor, comm)
     else:
-        if stand is None:
-            stand = outermost.stands.get(id(param))
-        if stand is None:
+        if proxy is None:
+            proxy = outermost.proxies.get(id(param))
+        if proxy is None:
             with without_dispatch_modes():  # selective checkpointing would count what its recomputation need not do
-                stand = outermost.stands[id(param)] = unsharded_proxy(param, comm)
-        full = gather(param, comm, stand)
+                proxy = outermost.proxies[id(param)] = unsharded_proxy(param, comm)
+        full = gather(param, comm, proxy)
     storage = full.untyped_storage()
     if comm.reshard_after_forward and storage._cdata != param._local_tensor.untyped_storage()._cdata:
         again = outermost.weights.setdefault(id(param), _RegatheredWeight(param, comm, info.fqn))

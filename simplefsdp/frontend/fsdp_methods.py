@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from inductor_passes.torch_compat.dynamo import inside_torch_compile, skip_code
-from simplefsdp.frontend import eager_resharding as recompute
+from simplefsdp.frontend import eager_resharding
 from simplefsdp.frontend import gradient_accumulation as accumulation
 from simplefsdp.frontend.gradient_accumulation import sharded_attributes
 from simplefsdp.frontend.sharding import ShardedParameter
@@ -22,11 +22,11 @@ class FSDPMethods:
         Every rank must call it. Meanwhile reading an attribute (``model.output.weight``) gives the full weight, also
         outside of a call; ``parameters()`` and ``state_dict()`` still give shards. Compiled code gathers by itself.
         """
-        recompute.hold_unsharded([(each.param, each.info, each.stand) for each in sharded_attributes(self)])
+        eager_resharding.hold_unsharded([(each.param, each.info, each.proxy) for each in sharded_attributes(self)])
 
     def reshard(self) -> None:
         """Drop the weights that ``unshard()`` gathered."""
-        recompute.release_unsharded([each.param for each in sharded_attributes(self)])
+        eager_resharding.release_unsharded([each.param for each in sharded_attributes(self)])
 
     def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
         """Whether full weights are dropped after forward. Compiled code is compiled again for it."""
@@ -57,7 +57,7 @@ class FSDPMethods:
         _check_outside("set_requires_gradient_sync")
         _check_bool("requires_gradient_sync", requires_gradient_sync)
         found = sharded_attributes(self)
-        recompute.release_unsharded([each.param for each in found])
+        eager_resharding.release_unsharded([each.param for each in found])
         if requires_gradient_sync:
             accumulation.reduce_in_next_backward(found)
         else:

@@ -35,7 +35,7 @@ class ShardedAttribute:
     param: DTensor
     params: dict[str, ShardedParameter]
     """All of the module's, by attribute name; so the stands, and those that are ending."""
-    stands: dict[str, Tensor]
+    proxies: dict[str, Tensor]
     ending: dict[str, Tensor]
 
     @property
@@ -43,8 +43,8 @@ class ShardedAttribute:
         return self.params[self.name]
 
     @property
-    def stand(self) -> Tensor | None:
-        return self.stands.get(self.name)
+    def proxy(self) -> Tensor | None:
+        return self.proxies.get(self.name)
 
 
 def sharded_attributes(root: Any) -> list[ShardedAttribute]:
@@ -55,7 +55,7 @@ def sharded_attributes(root: Any) -> list[ShardedAttribute]:
         if (state := module.__dict__.get("_simple_fsdp")) is not None
     ]
     return [
-        ShardedAttribute(name, param, state.params, state.stands, state.ending)
+        ShardedAttribute(name, param, state.params, state.proxies, state.ending)
         for module, state in states
         for name in state.params
         if (param := module._parameters[name]) is not None
@@ -64,50 +64,50 @@ def sharded_attributes(root: Any) -> list[ShardedAttribute]:
 
 def begin_accumulation(found: list[ShardedAttribute]) -> None:
     """Add up gradients from now on, to what was added up before and has not been reduced."""
-    stands: dict[int, Tensor] = {}
+    proxies: dict[int, Tensor] = {}
     for each in found:
-        if each.stand is not None and (ending := _endings.pop(each.stand, None)) is not None:
-            ending.forget(each.stand)
+        if each.proxy is not None and (ending := _endings.pop(each.proxy, None)) is not None:
+            ending.forget(each.proxy)
         each.ending.pop(each.name, None)
-        stands[id(each.param)] = each.stands[each.name] = stands.get(id(each.param), _stand(each))
+        proxies[id(each.param)] = each.proxies[each.name] = proxies.get(id(each.param), _proxy(each))
 
 
 def reduce_in_next_backward(found: list[ShardedAttribute]) -> None:
     """Reduce what was added up in the next backward that adds to it, and from then on in every backward."""
-    if ended := [each for each in found if each.stand is not None and each.stand not in _endings]:
+    if ended := [each for each in found if each.proxy is not None and each.proxy not in _endings]:
         _LastBackward(ended)
 
 
 def reduce_now(found: list[ShardedAttribute]) -> None:
     """Reduce what was added up, and go on adding up. A collective: every rank must call it."""
-    _reduce(_once([(each, each.stand) for each in found if each.stand is not None]))
+    _reduce(_once([(each, each.proxy) for each in found if each.proxy is not None]))
 
 
 class _LastBackward:
     """The end of an accumulation, due with the next backward."""
 
     def __init__(self, found: list[ShardedAttribute]):
-        self.found = [(each, stand) for each in found if (stand := each.stand) is not None]
+        self.found = [(each, proxy) for each in found if (proxy := each.proxy) is not None]
         self.hooks: dict[int, list[Any]] = {}
-        for each, stand in _once(self.found):
-            hooks = self.hooks[id(stand)] = []
-            if stand.requires_grad:  # called too where the gradient is None, as it has been taken
-                hooks.append(stand.register_post_accumulate_grad_hook(self._came))
+        for each, proxy in _once(self.found):
+            hooks = self.hooks[id(proxy)] = []
+            if proxy.requires_grad:  # called too where the gradient is None, as it has been taken
+                hooks.append(proxy.register_post_accumulate_grad_hook(self._came))
             if each.param.requires_grad:
-                offer(stand)
-                hooks.append(each.param.register_post_accumulate_grad_hook(functools.partial(_received, stand)))
+                offer(proxy)
+                hooks.append(each.param.register_post_accumulate_grad_hook(functools.partial(_received, proxy)))
         self.optimizers = register_optimizer_step_pre_hook(self._refuse)
-        for each, stand in self.found:
-            _endings[stand] = self
+        for each, proxy in self.found:
+            _endings[proxy] = self
             if each.param.requires_grad:
-                each.ending[each.name] = stand
+                each.ending[each.name] = proxy
 
-    def forget(self, stand: Tensor) -> None:
+    def forget(self, proxy: Tensor) -> None:
         """Leave out one that goes on."""
-        self.found = [member for member in self.found if member[1] is not stand]
-        for hook in self.hooks.pop(id(stand)):
+        self.found = [member for member in self.found if member[1] is not proxy]
+        for hook in self.hooks.pop(id(proxy)):
             hook.remove()
-        withdraw(stand)
+        withdraw(proxy)
         if not self.found:
             self.optimizers.remove()
 
@@ -116,22 +116,22 @@ class _LastBackward:
 
     def _finish(self) -> None:
         ended = _once(self.found)
-        for each, stand in self.found:
-            each.stands.pop(each.name, None)
+        for each, proxy in self.found:
+            each.proxies.pop(each.name, None)
             each.ending.pop(each.name, None)
-            _endings.pop(stand, None)
-        for _, stand in ended:
-            self.forget(stand)
+            _endings.pop(proxy, None)
+        for _, proxy in ended:
+            self.forget(proxy)
         _reduce(ended)
-        for each, stand in ended:
-            if stand.requires_grad:
-                stand.register_post_accumulate_grad_hook(functools.partial(_reduce_late, each))
+        for each, proxy in ended:
+            if proxy.requires_grad:
+                proxy.register_post_accumulate_grad_hook(functools.partial(_reduce_late, each))
 
     def _refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         steps = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for each, stand in self.found:
-            restore(stand)
-            if stand.grad is not None and id(each.param) in steps:
+        for each, proxy in self.found:
+            restore(proxy)
+            if proxy.grad is not None and id(each.param) in steps:
                 raise RuntimeError(
                     f"{each.info.fqn}: its gradient was added up and never reduced; "
                     "set_requires_gradient_sync(True) comes before the last backward, not after it"
@@ -142,10 +142,10 @@ _endings: Any = WeakTensorKeyDictionary()
 """By stand."""
 
 
-def _stand(each: ShardedAttribute) -> Tensor:
+def _proxy(each: ShardedAttribute) -> Tensor:
     """A leaf of the shape of the full gradient, without its memory."""
-    if each.stand is not None:
-        return each.stand
+    if each.proxy is not None:
+        return each.proxy
     comm = each.info.communication
     dtype = reduction_dtype(comm, each.param.dtype) or comm.param_dtype or each.param.dtype
     leaf = each.param._local_tensor.new_empty((), dtype=dtype, device=comm.device).expand(comm.shape)
@@ -154,7 +154,7 @@ def _stand(each: ShardedAttribute) -> Tensor:
 
 def _once(members: list[tuple[ShardedAttribute, Tensor]]) -> list[tuple[ShardedAttribute, Tensor]]:
     """Each stand by one of the attributes that hold its parameter."""
-    return list({id(stand): (each, stand) for each, stand in members}.values())
+    return list({id(proxy): (each, proxy) for each, proxy in members}.values())
 
 
 def _reduce(members: list[tuple[ShardedAttribute, Tensor]]) -> None:
@@ -164,8 +164,8 @@ def _reduce(members: list[tuple[ShardedAttribute, Tensor]]) -> None:
 
 def _add_reduced(members: list[tuple[ShardedAttribute, Tensor]]) -> None:
     full = []
-    for each, stand in members:
-        whole, stand.grad = torch.zeros_like(stand) if stand.grad is None else stand.grad, None
+    for each, proxy in members:
+        whole, proxy.grad = torch.zeros_like(proxy) if proxy.grad is None else proxy.grad, None
         full.append((whole, each.info.communication, each.param._local_tensor))
     with torch.no_grad():
         for (each, _), local in zip(members, reduce_coalesced(full), strict=True):
@@ -175,7 +175,7 @@ def _add_reduced(members: list[tuple[ShardedAttribute, Tensor]]) -> None:
 
 def _on_any_rank(members: list[tuple[ShardedAttribute, Tensor]]) -> list[bool]:
     """Whether each has a gradient on any rank: whether it is reduced must not depend on this rank alone."""
-    found = [stand.grad is not None for _, stand in members]
+    found = [proxy.grad is not None for _, proxy in members]
     communications = [each.info.communication for each, _ in members]
     for groups in dict.fromkeys((comm.shard_group, comm.replica_group) for comm in communications):
         alike = [i for i, comm in enumerate(communications) if (comm.shard_group, comm.replica_group) == groups]
@@ -188,9 +188,9 @@ def _on_any_rank(members: list[tuple[ShardedAttribute, Tensor]]) -> list[bool]:
     return found
 
 
-def _received(stand: Tensor, _param: Tensor) -> None:
-    received(stand)
+def _received(proxy: Tensor, _param: Tensor) -> None:
+    received(proxy)
 
 
-def _reduce_late(each: ShardedAttribute, stand: Tensor) -> None:
-    _add_reduced([(each, stand)])
+def _reduce_late(each: ShardedAttribute, proxy: Tensor) -> None:
+    _add_reduced([(each, proxy)])

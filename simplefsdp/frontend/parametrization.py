@@ -37,7 +37,7 @@ class ShardedModuleState:
 
     params: dict[str, ShardedParameter] = field(default_factory=dict)
     """By attribute name; empty where only modules below hold parameters."""
-    stands: dict[str, Tensor] = field(default_factory=dict)
+    proxies: dict[str, Tensor] = field(default_factory=dict)
     """While gradients are not reduced: what collects the full gradient of a parameter, by attribute name."""
     ending: dict[str, Tensor] = field(default_factory=dict)
     """Those of the stands whose gradients are reduced in the next backward."""
@@ -165,7 +165,7 @@ def _apply_where_it_is_kept(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> T
     return result.cpu() if offloaded and not result.is_meta else result
 
 
-@torch._dynamo.disable
+@torch.compiler.disable
 def _check_children(module: nn.Module) -> None:
     """Raise if one was added after sharding and has parameters of its own: they would not be reduced."""
     for name, child in module.named_children():
@@ -210,12 +210,12 @@ def _property(name: str) -> property:
             return param  # None, or what torch.func.functional_call put there
         state = self._simple_fsdp
         # functional_call may put something computed from the parameter there.
-        info, stand = state.params[name], state.stands.get(name) if param.requires_grad and param.is_leaf else None
+        info, proxy = state.params[name], state.proxies.get(name) if param.requires_grad and param.is_leaf else None
         if torch.compiler.is_compiling():
             ends = name in state.ending and not eager_resharding.checkpoint.is_recomputing
-            return info.as_it_was(unshard(param, info.key, stand, ends))
+            return info.as_it_was(unshard(param, info.key, proxy, ends))
         try:
-            return eager_resharding.read(param, info, stand)
+            return eager_resharding.read(param, info, proxy)
         except AttributeError as error:
             # nn.Module.__getattr__ would swallow it and return the shard.
             raise RuntimeError(f"reading {name!r} failed: {error}") from error

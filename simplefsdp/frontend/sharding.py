@@ -370,22 +370,22 @@ def unsharded_proxy(param: DTensor, comm: Communication, adds_up: Tensor | None 
     return _Stand.apply(to_local(param), comm, adds_up)
 
 
-def gather(param: DTensor, comm: Communication, stand: Tensor) -> Tensor:
-    """The full weight of a sharded parameter, in ``param_dtype``; its gradient flows to ``stand``."""
-    return _Gather.apply(stand, to_local(param), comm)
+def gather(param: DTensor, comm: Communication, proxy: Tensor) -> Tensor:
+    """The full weight of a sharded parameter, in ``param_dtype``; its gradient flows to ``proxy``."""
+    return _Gather.apply(proxy, to_local(param), comm)
 
 
 @torch.compiler.allow_in_graph
-def unshard(param: DTensor, key: str, stand: Tensor | None = None, ends: bool = False) -> Tensor:
+def unshard(param: DTensor, key: str, proxy: Tensor | None = None, ends: bool = False) -> Tensor:
     """The full weight of a sharded parameter, in ``param_dtype``; its gradient returns averaged over the ranks, or
-    flows to ``stand``, as it is; if it ``ends``, it returns averaged with what has flowed there.
+    flows to ``proxy``, as it is; if it ``ends``, it returns averaged with what has flowed there.
 
     One node of Dynamo's graph, whatever torch's version makes of the functions inside. ``key``: the parameter's
     ``Communication``, encoded.
     """
     comm = decode(key)
     with temporarily_clear_interpreter_stack():
-        return gather(param, comm, unsharded_proxy(param, comm, stand) if stand is None or ends else stand)
+        return gather(param, comm, unsharded_proxy(param, comm, proxy) if proxy is None or ends else proxy)
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:

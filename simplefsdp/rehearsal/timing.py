@@ -137,31 +137,31 @@ class TrainingRun:
 
 
 def measure(
-    trials: Sequence[TrainingRun], network: Network, rounds: int, progress: Callable[[], Any]
+    runs: Sequence[TrainingRun], network: Network, rounds: int, progress: Callable[[], Any]
 ) -> list[TimingResult]:
     """Step all trials in turn, on ``network`` and on one that costs nothing; ``progress`` is called after each step.
 
     The first step of each must have been made, and its memory should be in use by now (two steps).
     """
-    real: dict[str, list[RecordedStep]] = {trial.name: [] for trial in trials}
-    free: dict[str, list[RecordedStep]] = {trial.name: [] for trial in trials}
+    real: dict[str, list[RecordedStep]] = {run.name: [] for run in runs}
+    free: dict[str, list[RecordedStep]] = {run.name: [] for run in runs}
     for i in range(rounds):
-        order = trials if i % 2 == 0 else trials[::-1]
-        for trial in order:
+        order = runs if i % 2 == 0 else runs[::-1]
+        for run in order:
             for steps, chosen in ((real, network), (free, None)):
-                steps[trial.name].append(trial.step(chosen))
+                steps[run.name].append(run.step(chosen))
                 progress()
-    return [_result(trial, network, real[trial.name], free[trial.name]) for trial in trials]
+    return [_result(run, network, real[run.name], free[run.name]) for run in runs]
 
 
 def _result(
-    trial: TrainingRun, network: Network, real: Sequence[RecordedStep], free: Sequence[RecordedStep]
+    run: TrainingRun, network: Network, real: Sequence[RecordedStep], free: Sequence[RecordedStep]
 ) -> TimingResult:
     seconds = statistics.median(step.seconds for step in real)
     # The free step whose compute is the median one, not a mixture of several.
     typical = sorted(free, key=lambda step: sum(compute for compute, _ in step.parts))[len(free) // 2]
-    workload = trial.workload
-    opaque = trial.system.own_streams and workload.device.type == "cuda"
+    workload = run.workload
+    opaque = run.system.own_streams and workload.device.type == "cuda"
     free_s = statistics.median(step.seconds for step in free)
     compute = free_s if opaque else sum(compute for compute, _ in typical.parts)
     waits_seen = all(c.waited is not None for c in real[0].collectives)  # DDP waits for futures
@@ -171,20 +171,20 @@ def _result(
         exposed = statistics.median(sum(c.blocked for c in step.collectives) for step in real)
     tokens = workload.batch * workload.seq / workload.tensor_parallel
     return TimingResult(
-        system=trial.name,
+        system=run.name,
         step_s=seconds,
         steps_s=tuple(step.seconds for step in real),
         tokens_per_s=tokens / seconds,
-        mfu=mfu(trial.model, workload, tokens / seconds),
-        peak_bytes=trial.peak_bytes(),
-        resident_bytes=trial.resident_bytes(),
+        mfu=mfu(run.model, workload, tokens / seconds),
+        peak_bytes=run.peak_bytes(),
+        resident_bytes=run.resident_bytes(),
         collectives=len(real[0].collectives),
         communication_s=sum(c.finished - c.started for c in real[0].collectives),
         exposed_s=exposed,
         compute_s=compute,
         l1_s=None if opaque else lower_bound_s(typical.parts, network),
         l2_s=None if opaque else simulate(typical.parts, network)[0],
-        first_step_s=trial.first_step_s,
+        first_step_s=run.first_step_s,
         late_s=max((c.moved - c.finished for step in real for c in step.collectives), default=0.0),
     )
 

@@ -8,7 +8,7 @@ _SECONDS = st.sampled_from([0.2, 1.0, 2.0, 5.0])
 
 
 @st.composite
-def halves(draw: st.DrawFn, gathers: int, reductions: int, channels: int = 1) -> CostGraph:
+def cost_graphs(draw: st.DrawFn, gathers: int, reductions: int, channels: int = 1) -> CostGraph:
     """With at most so many gathers and reductions; small whole numbers, so that ties and tight budgets are common.
 
     Some weights are read by no step, some gradients there before all steps. With several channels, some reductions are

@@ -53,7 +53,7 @@ class Gated(nn.Module):
         return F.linear(F.silu(wide) * wide, self.down)
 
 
-def halves(model: nn.Module, *inputs: Tensor, **options: Any) -> tuple[CostGraph, CostGraph]:
+def cost_graphs(model: nn.Module, *inputs: Tensor, **options: Any) -> tuple[CostGraph, CostGraph]:
     captured = capture(simple_fsdp(model, **options), *inputs)
     given = {node.name for node in captured.forward.find_nodes(op="placeholder")}
     return cost_graph_of(captured.forward, Rates(), given), cost_graph_of(captured.backward, Rates(), given)
@@ -83,7 +83,7 @@ def test_a_matmul_of_little_takes_as_long_as_its_bytes() -> None:
 
 
 def test_gathers_and_reductions_of_both_halves() -> None:
-    forward, backward = halves(Gated(), torch.ones(4, 8, requires_grad=True))
+    forward, backward = cost_graphs(Gated(), torch.ones(4, 8, requires_grad=True))
     assert [(g.fqn, g.nbytes) for g in forward.gathers] == [("up", 16 * 8 * 4), ("down", 8 * 16 * 4)]
     assert forward.reductions == ()
     assert [(r.fqn, r.nbytes, r.result) for r in backward.reductions] == [("down", 512, 128), ("up", 512, 128)]
@@ -126,7 +126,7 @@ def test_an_all_reduce_behind_a_reduce_scatter_moves_one_part_of_it() -> None:
 
 
 def test_memory_is_that_of_what_kernels_store() -> None:
-    forward, backward = halves(Gated(), torch.ones(4, 8, requires_grad=True))
+    forward, backward = cost_graphs(Gated(), torch.ones(4, 8, requires_grad=True))
     wide, out = 4 * 16 * 4, 4 * 8 * 4
     # The first matmul's result and the product are kept for backward; the output stays.
     assert forward.live_bytes_in_step[-2:] == (2 * wide, 2 * wide + out)
@@ -138,7 +138,7 @@ def test_memory_is_that_of_what_kernels_store() -> None:
 
 
 def test_weights_that_are_kept_outlive_forward_and_are_not_gathered_again() -> None:
-    forward, backward = halves(Gated(), torch.ones(4, 8, requires_grad=True), reshard_after_forward=False)
+    forward, backward = cost_graphs(Gated(), torch.ones(4, 8, requires_grad=True), reshard_after_forward=False)
     steps = len(forward.seconds)
     assert [gather.last_use_slot for gather in forward.gathers] == [steps, steps]
     assert backward.gathers == ()
@@ -155,7 +155,7 @@ class Attends(nn.Module):
 
 
 def test_attention_is_on_a_curve_of_its_own() -> None:
-    forward, backward = halves(Attends(), torch.ones(1, 2, 4, 8))
+    forward, backward = cost_graphs(Attends(), torch.ones(1, 2, 4, 8))
     attention = 2 * 2 * (2 * 4 * 4 * 8)  # two batched matmuls for two heads
     assert sum(forward.seconds) == pytest.approx(2 * 8 * 8 * 8 + 10 * attention, rel=0.01)
     assert sum(backward.seconds) > 2 * 10 * attention
@@ -172,7 +172,7 @@ class Talks(nn.Module):
 
 
 def test_collectives_that_are_no_parameters_take_their_time_and_memory() -> None:
-    forward, backward = halves(Talks(), torch.ones(4, 8, requires_grad=True))
+    forward, backward = cost_graphs(Talks(), torch.ones(4, 8, requires_grad=True))
     nbytes = 4 * 8 * 4
     collective = 0.5 + 3.0 * (1 + nbytes / 100)
     product = 3 * nbytes / 1000
@@ -194,7 +194,7 @@ class TalksBetween(nn.Module):
 
 
 def test_what_is_before_and_behind_a_collective_of_the_models_own_is_not_one_kernel() -> None:
-    forward, _ = halves(TalksBetween(), torch.ones(4, 8, requires_grad=True))
+    forward, _ = cost_graphs(TalksBetween(), torch.ones(4, 8, requires_grad=True))
     nbytes = 4 * 8 * 4
     before, collective, behind = 2 * nbytes / 1000, 0.5 + 3.0 * (1 + nbytes / 100), 3 * nbytes / 1000
     assert forward.seconds == pytest.approx((before + collective + behind, 2 * 4 * 8 * 8))
@@ -208,7 +208,7 @@ def test_rows_that_do_not_divide_give_every_rank_the_same() -> None:
         torch.distributed.destroy_process_group()
         with fake_group(4, rank):
             torch.manual_seed(0)
-            found.append(halves(nn.Linear(6, 5), torch.ones(4, 6)))
+            found.append(cost_graphs(nn.Linear(6, 5), torch.ones(4, 6)))
         torch.distributed.init_process_group("fake", rank=0, world_size=4)
     assert found[0] == found[1]
     # Two rows of six are gathered from each rank, and two numbers of the bias; some ranks have to pad.
@@ -217,15 +217,17 @@ def test_rows_that_do_not_divide_give_every_rank_the_same() -> None:
 
 def test_what_is_cast_to_be_gathered_is_there_until_it_is() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    forward, _ = halves(Attends(), torch.ones(1, 2, 4, 8, dtype=torch.bfloat16), mp_policy=policy)
+    forward, _ = cost_graphs(Attends(), torch.ones(1, 2, 4, 8, dtype=torch.bfloat16), mp_policy=policy)
     (gather,) = forward.gathers
     assert (gather.nbytes, gather.prepared) == (8 * 8 * 2, 8 * 8 * 2 // 4)
 
 
 def test_lengths_that_are_not_fixed_count_as_the_first_and_set_no_guard() -> None:
     inputs = torch.ones(1, 2, 4, 8, requires_grad=True)
-    fixed = halves(Attends(), inputs)
+    fixed = cost_graphs(Attends(), inputs)
     torch._dynamo.mark_dynamic(inputs, 2)  # an error if a guard fixes it
-    found = halves(Attends(), inputs)
+    found = cost_graphs(Attends(), inputs)
     assert found == fixed
-    assert all(type(number) in (int, float) for half in found for number in (*half.seconds, *half.live_bytes_in_step))
+    assert all(
+        type(number) in (int, float) for graph in found for number in (*graph.seconds, *graph.live_bytes_in_step)
+    )

@@ -12,7 +12,7 @@ from inductor_passes.scheduling.keep_unsharded import choose_unsharded, keep_uns
 from inductor_passes.scheduling.search import least_memory_schedule, search_schedule
 from simplefsdp import simple_fsdp
 from tests.graphs import capture
-from tests.inductor_passes.scheduling.chains import halves
+from tests.inductor_passes.scheduling.chains import cost_graphs
 from tests.inductor_passes.scheduling.test_cost_model import Rates
 from tests.models import batch, tiny_llama
 
@@ -76,7 +76,7 @@ def test_a_budget_is_kept_and_used() -> None:
     assert chosen == [frozenset(), {"w3"}, {"w3", "w2"}, {"w3", "w2", "w1"}, {"w3", "w2", "w1", "w0"}]
 
 
-@given(halves(gathers=5, reductions=0), halves(gathers=5, reductions=3), st.integers(0, 30))
+@given(cost_graphs(gathers=5, reductions=0), cost_graphs(gathers=5, reductions=3), st.integers(0, 30))
 @settings(max_examples=60, deadline=None)
 def test_the_choice_is_not_slower_than_to_keep_nothing_and_fits(
     forward: CostGraph, backward: CostGraph, spare: int
@@ -84,9 +84,9 @@ def test_the_choice_is_not_slower_than_to_keep_nothing_and_fits(
     forward, backward = keep_unsharded(forward, backward, ())  # a step ends where something is needed or made
     least = max(least_memory_schedule(forward).timeline.peak, least_memory_schedule(backward).timeline.peak)
     kept = choose_unsharded(forward, backward, [g.fqn for g in backward.gathers], least + spare)
-    found = [search_schedule(half, least + spare) for half in keep_unsharded(forward, backward, kept)]
+    found = [search_schedule(graph, least + spare) for graph in keep_unsharded(forward, backward, kept)]
     assert all(found)
-    before = [search_schedule(half, least + spare) for half in (forward, backward)]
+    before = [search_schedule(graph, least + spare) for graph in (forward, backward)]
     now, then = (sum(each.timeline.seconds for each in both if each) for both in (found, before))
     assert now <= 1.005 * then
 

@@ -46,11 +46,11 @@ def renamed(fqn: str, block: int) -> str:
 )
 def test_a_few_blocks_repeated_are_many(model: dict[str, Any], reshard: bool) -> None:
     few, many = (traced(tiny_llama(layers=layers, **model), *batch(0, 0), reshard=reshard) for layers in (5, 8))
-    for half, expected in zip(few, many, strict=True):
-        assert repeat_blocks(half, 8, number, renamed) == expected
-        assert repeat_blocks(half, 5, number, renamed) == half
+    for graph, expected in zip(few, many, strict=True):
+        assert repeat_blocks(graph, 8, number, renamed) == expected
+        assert repeat_blocks(graph, 5, number, renamed) == graph
         with pytest.raises(ValueError, match="blocks: expected 5 or more, found 4"):
-            repeat_blocks(half, 4, number, renamed)
+            repeat_blocks(graph, 4, number, renamed)
 
 
 class _Blocks(nn.Module):
@@ -71,9 +71,9 @@ class _Blocks(nn.Module):
     ("widths", "expected"), [((4, 8, 12, 16, 20), "of 5 blocks none is like"), ((8, 8), "of 2 bl")]
 )
 def test_blocks_that_are_not_alike_are_not_repeated(widths: tuple[int, ...], expected: str) -> None:
-    for half in traced(_Blocks(*widths), torch.ones(4, 8)):
+    for graph in traced(_Blocks(*widths), torch.ones(4, 8)):
         with pytest.raises(BlocksDifferError, match=expected):
-            repeat_blocks(half, 7, number, renamed)
+            repeat_blocks(graph, 7, number, renamed)
 
 
 def test_one_more_block_tells_whether_they_repeat() -> None:

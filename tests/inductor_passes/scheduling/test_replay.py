@@ -13,7 +13,7 @@ from inductor_passes.scheduling.issue_points import Bucket, Schedule, ScheduledB
 from inductor_passes.scheduling.order_items import OrderItem
 from inductor_passes.scheduling.replay import CollectiveSpan, Replay, Timeline, lower_bound, replay
 from inductor_passes.scheduling.search import least_memory_schedule
-from tests.inductor_passes.scheduling.chains import halves
+from tests.inductor_passes.scheduling.chains import cost_graphs
 
 SLOW = CollectiveKind("shard", alpha_s=1.0, s_per_byte=0.1)
 """A collective of 10 bytes takes 2 seconds."""
@@ -61,8 +61,8 @@ def test_a_bucket_costs_one_alpha_and_a_copy_that_takes_its_bytes_again() -> Non
 def test_what_is_packed_or_prepared_takes_time_and_memory_until_the_gather_is_awaited() -> None:
     kind = SLOW._replace(copy_s_per_byte=0.1, shard=0.5)
     a, b, c = forward(kind).gathers
-    half = forward()._replace(gathers=(a, b, c._replace(prepared=7)))
-    timeline = replay(half, Schedule((ScheduledBucket((0, 1), 0, 1), ScheduledBucket((2,), 1, 2)), ()))
+    graph = forward()._replace(gathers=(a, b, c._replace(prepared=7)))
+    timeline = replay(graph, Schedule((ScheduledBucket((0, 1), 0, 1), ScheduledBucket((2,), 1, 2)), ()))
     # Half of both weights is packed, 10 bytes in a second; 20 are unpacked in two. What is made of c's shard takes 0.7.
     assert timeline.starts == pytest.approx((1.0, 4.0 + 0.7 + 2.0, 9.7, 12.7))
     assert timeline.memory == (100 + 20 + 10, 200 + 20 + 10 + 7, 300 + 20, 80 + 10)
@@ -75,14 +75,14 @@ def test_collectives_of_one_group_follow_each_other_those_of_two_do_not() -> Non
     both = Schedule((ScheduledBucket((0,), 0, 0), ScheduledBucket((1,), 0, 1), ScheduledBucket((2,), 0, 2)), ())
     a, b, c = forward().gathers
     for other, finished in ((SLOW, [2.0, 4.0, 6.0]), (SLOW._replace(channel="other"), [2.0, 2.0, 4.0])):
-        half = forward()._replace(gathers=(a, b._replace(kind=other), c))
-        assert [span.finished for span in replay(half, both).spans] == pytest.approx(finished)
+        graph = forward()._replace(gathers=(a, b._replace(kind=other), c))
+        assert [span.finished for span in replay(graph, both).spans] == pytest.approx(finished)
 
 
 def test_members_of_two_kinds_are_two_collectives() -> None:
     a, b, c = forward().gathers
-    half = forward()._replace(gathers=(a, b._replace(kind=SLOW._replace(name="bf16")), c))
-    spans = replay(half, Schedule((ScheduledBucket((0, 1, 2), 0, 0),), ())).spans
+    graph = forward()._replace(gathers=(a, b._replace(kind=SLOW._replace(name="bf16")), c))
+    spans = replay(graph, Schedule((ScheduledBucket((0, 1, 2), 0, 0),), ())).spans
     assert [span.fqns for span in spans] == [("a", "c"), ("b",)]
 
 
@@ -108,8 +108,8 @@ def test_gradients_take_memory_until_they_are_reduced() -> None:
 
 def test_an_all_reduce_follows_where_the_schedule_says() -> None:
     kind = SLOW._replace(all_reduce_after=CollectiveKind("replicas", alpha_s=0.5, s_per_byte=0.05))
-    half = backward(kind)
-    spans = replay(half, Schedule((), (ScheduledBucket((0,), 1, 3, 2), ScheduledBucket((1, 2), 3, 3, 3)))).spans
+    graph = backward(kind)
+    spans = replay(graph, Schedule((), (ScheduledBucket((0,), 1, 3, 2), ScheduledBucket((1, 2), 3, 3, 3)))).spans
     assert [(span.kind.channel, span.fqns) for span in spans] == [
         ("shard", ("c",)),
         ("replicas", ("c",)),
@@ -125,39 +125,39 @@ def test_an_all_reduce_follows_where_the_schedule_says() -> None:
 
 
 def test_buckets_have_the_slots_in_which_order_puts_them() -> None:
-    half = forward()._replace(reductions=backward().reductions)
+    graph = forward()._replace(reductions=backward().reductions)
     gathers = [Bucket(("a",), None, "a"), Bucket(("c", "b"), "b", "b", position=1), Bucket(("elsewhere",), None, None)]
     reductions = [
         Bucket(("c",), "c", "a"),
         Bucket(("b",), None, None, position=1),
         Bucket(("a",), "b", "a", position=2),
     ]
-    schedule = schedule_of(half, gathers, reductions)
+    schedule = schedule_of(graph, gathers, reductions)
     assert schedule.gathers == (ScheduledBucket((0,), 0, 0), ScheduledBucket((1, 2), 1, 1))
-    assert [timed[:3] for timed in schedule.reductions] == [((0,), 1, 3), ((1,), 2, 4), ((2,), 3, 3)]
+    assert [scheduled[:3] for scheduled in schedule.reductions] == [((0,), 1, 3), ((1,), 2, 4), ((2,), 3, 3)]
 
 
 @st.composite
 def planned(draw: st.DrawFn) -> tuple[CostGraph, list[Bucket], list[Bucket]]:
     """A graph and a plan for it, as ``manual_plan`` and the planners make them: issued in order, points among what is
     issued later."""
-    half = draw(halves(5, 5, channels=2))
+    graph = draw(cost_graphs(5, 5, channels=2))
     gathers: list[Bucket] = []
     number = 0
-    for part in _parts(draw, half.gathers):
-        number = draw(st.integers(number, half.gathers.index(part[0])))
+    for part in _parts(draw, graph.gathers):
+        number = draw(st.integers(number, graph.gathers.index(part[0])))
         at_the_start = number == 0 and all(bucket.issue is None for bucket in gathers) and draw(st.booleans())
-        issue = None if at_the_start else half.gathers[number].fqn
+        issue = None if at_the_start else graph.gathers[number].fqn
         gathers.append(Bucket(tuple(g.fqn for g in part), issue, part[0].fqn, position=len(gathers)))
     reductions: list[Bucket] = []
-    parts = _parts(draw, half.reductions)
+    parts = _parts(draw, graph.reductions)
     for place, reduced in enumerate(parts):
         later = [part[0].fqn for part in parts[place:]]
         points = sorted(draw(st.tuples(*[st.integers(0, len(later))] * 2)))
         then, wait = [later[i] if i < len(later) else None for i in points]
-        issue = draw(st.sampled_from([None, reduced[-1].fqn, half.reductions[-1].fqn]))
+        issue = draw(st.sampled_from([None, reduced[-1].fqn, graph.reductions[-1].fqn]))
         reductions.append(Bucket(tuple(r.fqn for r in reduced), issue, wait, then, place))
-    return half, gathers, reductions
+    return graph, gathers, reductions
 
 
 def _parts(draw: st.DrawFn, members: Sequence[Any]) -> list[list[Any]]:
@@ -165,12 +165,12 @@ def _parts(draw: st.DrawFn, members: Sequence[Any]) -> list[list[Any]]:
     return [[members[i] for i, n in enumerate(numbers) if n == number] for number in sorted(set(numbers))]
 
 
-def ordered(half: CostGraph, gathers: Sequence[Bucket], reductions: Sequence[Bucket]) -> Timeline:
+def ordered(graph: CostGraph, gathers: Sequence[Bucket], reductions: Sequence[Bucket]) -> Timeline:
     """What ``order`` makes of this graph and plan, replayed node by node."""
     items: list[OrderItem] = []
     does: list[Callable[[], object]] = []
     """What each does in a replay."""
-    run = Replay(half)
+    run = Replay(graph)
     flights: dict[Any, CollectiveSpan] = {}
 
     def add(do: Callable[[], object], *needs: int, **of: Any) -> int:
@@ -207,7 +207,7 @@ def ordered(half: CostGraph, gathers: Sequence[Bucket], reductions: Sequence[Buc
 
     weights: dict[str, int] = {}
     for bucket in gathers:
-        for _, alike, fqns in collectives(bucket, half.gathers):
+        for _, alike, fqns in collectives(bucket, graph.gathers):
             key = ("gather", fqns)
             of = {"fqns": fqns, "bucket": bucket}
             node = add(issue(key, run.issue_gathers, alike), reads_inputs=True, kind="gather", **of)
@@ -216,14 +216,14 @@ def ordered(half: CostGraph, gathers: Sequence[Bucket], reductions: Sequence[Buc
             parts = {fqn: node if alone else add(lambda: None, node, weights=(fqn,)) for fqn in fqns}
             weights.update(parts)
     steps: list[int] = []
-    for step in range(len(half.seconds)):
-        read = [weights[g.fqn] for g in half.gathers if step in (g.first_use_slot, g.last_use_slot)]
+    for step in range(len(graph.seconds)):
+        read = [weights[g.fqn] for g in graph.gathers if step in (g.first_use_slot, g.last_use_slot)]
         steps.append(add(run.advance, *read, *steps[-1:], reads_inputs=True))
     for bucket in reductions:
-        for kind, alike, fqns in collectives(bucket, half.reductions):
+        for kind, alike, fqns in collectives(bucket, graph.reductions):
             key = ("reduce", fqns)
             of = {"fqns": fqns, "bucket": bucket}
-            made = [(steps[there - 1] if (there := half.reductions[i].ready_slot) else -1) for i in alike]
+            made = [(steps[there - 1] if (there := graph.reductions[i].ready_slot) else -1) for i in alike]
             node = add(
                 issue(key, run.issue_reductions, alike),
                 *(source for source in made if source >= 0),
@@ -250,24 +250,26 @@ def ordered(half: CostGraph, gathers: Sequence[Bucket], reductions: Sequence[Buc
 @given(planned())
 @settings(max_examples=300, deadline=None)
 def test_a_replay_issues_and_awaits_as_order_does(plan: tuple[CostGraph, list[Bucket], list[Bucket]]) -> None:
-    half, gathers, reductions = plan
-    assert replay(half, schedule_of(half, gathers, reductions)) == ordered(half, gathers, reductions)
+    graph, gathers, reductions = plan
+    assert replay(graph, schedule_of(graph, gathers, reductions)) == ordered(graph, gathers, reductions)
 
 
-@given(halves(4, 4, channels=2))
+@given(cost_graphs(4, 4, channels=2))
 @settings(max_examples=200, deadline=None)
-def test_no_schedule_beats_the_bound(half: CostGraph) -> None:
-    end = len(half.seconds)
+def test_no_schedule_beats_the_bound(graph: CostGraph) -> None:
+    end = len(graph.seconds)
     everything_at_the_start = Schedule(
-        tuple(ScheduledBucket((i,), 0, gather.first_use_slot) for i, gather in enumerate(half.gathers)),
-        tuple(ScheduledBucket((i,), reduction.ready_slot, end, end) for i, reduction in enumerate(half.reductions)),
+        tuple(ScheduledBucket((i,), 0, gather.first_use_slot) for i, gather in enumerate(graph.gathers)),
+        tuple(ScheduledBucket((i,), reduction.ready_slot, end, end) for i, reduction in enumerate(graph.reductions)),
     )
     one_bucket = Schedule(
-        (ScheduledBucket(tuple(range(len(half.gathers))), 0, half.gathers[0].first_use_slot),) if half.gathers else (),
-        (ScheduledBucket(tuple(range(len(half.reductions))), end, end, end),) if half.reductions else (),
+        (ScheduledBucket(tuple(range(len(graph.gathers))), 0, graph.gathers[0].first_use_slot),)
+        if graph.gathers
+        else (),
+        (ScheduledBucket(tuple(range(len(graph.reductions))), end, end, end),) if graph.reductions else (),
     )
-    for schedule in (least_memory_schedule(half).schedule, everything_at_the_start, one_bucket):
-        assert lower_bound(half) <= replay(half, schedule).seconds + 1e-9
+    for schedule in (least_memory_schedule(graph).schedule, everything_at_the_start, one_bucket):
+        assert lower_bound(graph) <= replay(graph, schedule).seconds + 1e-9
 
 
 def test_the_bound_is_reached_where_nothing_can_be_hidden() -> None:

@@ -16,7 +16,7 @@ from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gat
 from inductor_passes.scheduling.issue_points import Bucket, Schedule, ScheduledBucket, buckets_of, schedule_of
 from inductor_passes.scheduling.replay import Replay, lower_bound, replay
 from inductor_passes.scheduling.search import _GatherIssue, greedy_schedule, least_memory_schedule, search_schedule
-from tests.inductor_passes.scheduling.chains import halves
+from tests.inductor_passes.scheduling.chains import cost_graphs
 
 
 def cuts(count: int) -> Iterator[list[tuple[int, ...]]]:
@@ -32,126 +32,126 @@ def issues(first: Sequence[int], last: Sequence[int], slots: Sequence[int]) -> l
     return [picked for picked in product(*choices) if list(picked) == sorted(picked)]
 
 
-def every_schedule(half: CostGraph, waits: bool) -> Iterator[Schedule]:
+def every_schedule(graph: CostGraph, waits: bool) -> Iterator[Schedule]:
     """Each with gathers in the order of their use and reductions in that of their gradients.
 
     ``waits``: with reductions awaited in any slot where one is issued, else at the end.
     """
-    end = len(half.seconds)
-    uses = sorted({0, *(gather.first_use_slot for gather in half.gathers)})
-    gradients = sorted({reduction.ready_slot for reduction in half.reductions})
+    end = len(graph.seconds)
+    uses = sorted({0, *(gather.first_use_slot for gather in graph.gathers)})
+    gradients = sorted({reduction.ready_slot for reduction in graph.reductions})
     reduced: list[tuple[ScheduledBucket, ...]] = []
-    for cut in cuts(len(half.reductions)):
-        complete = [max(half.reductions[i].ready_slot for i in members) for members in cut]
+    for cut in cuts(len(graph.reductions)):
+        complete = [max(graph.reductions[i].ready_slot for i in members) for members in cut]
         for slots in issues(complete, [end] * len(cut), gradients):
             points = sorted({end + 1, *slots}) if waits else [end + 1]
             for picked in product(*([point for point in points if point >= slot] for slot in slots)):
                 buckets = zip(cut, slots, picked, strict=True)
                 reduced.append(tuple(ScheduledBucket(members, slot, wait, wait) for members, slot, wait in buckets))
-    for cut in cuts(len(half.gathers)):
-        needed = [min(half.gathers[i].first_use_slot for i in members) for members in cut]
+    for cut in cuts(len(graph.gathers)):
+        needed = [min(graph.gathers[i].first_use_slot for i in members) for members in cut]
         for slots in issues([0] * len(cut), needed, uses):
             gathers = tuple(ScheduledBucket(*bucket) for bucket in zip(cut, slots, needed, strict=True))
             for reductions in reduced:
                 yield Schedule(gathers, reductions)
 
 
-def fastest(half: CostGraph, budget: float = math.inf) -> float:
-    timelines = (replay(half, schedule) for schedule in every_schedule(half, waits=budget < math.inf))
+def fastest(graph: CostGraph, budget: float = math.inf) -> float:
+    timelines = (replay(graph, schedule) for schedule in every_schedule(graph, waits=budget < math.inf))
     return min((t.seconds for t in timelines if t.peak <= budget), default=math.inf)
 
 
-@given(halves(gathers=7, reductions=0))
+@given(cost_graphs(gathers=7, reductions=0))
 @settings(max_examples=200, deadline=None)
-def test_no_forward_is_faster(half: CostGraph) -> None:
-    found = search_schedule(half)
+def test_no_forward_is_faster(graph: CostGraph) -> None:
+    found = search_schedule(graph)
     assert found is not None
-    assert found.timeline.seconds == pytest.approx(fastest(half))
+    assert found.timeline.seconds == pytest.approx(fastest(graph))
 
 
-@given(halves(gathers=3, reductions=3))
+@given(cost_graphs(gathers=3, reductions=3))
 @settings(max_examples=200, deadline=None)
-def test_no_backward_is_faster(half: CostGraph) -> None:
-    found = search_schedule(half)
+def test_no_backward_is_faster(graph: CostGraph) -> None:
+    found = search_schedule(graph)
     assert found is not None
-    assert found.timeline.seconds == pytest.approx(fastest(half))
+    assert found.timeline.seconds == pytest.approx(fastest(graph))
 
 
-@given(halves(gathers=3, reductions=2), st.integers(0, 6))
+@given(cost_graphs(gathers=3, reductions=2), st.integers(0, 6))
 @settings(max_examples=200, deadline=None)
-def test_none_that_is_faster_keeps_within_the_budget(half: CostGraph, spare: int) -> None:
-    budget = least_memory_schedule(half).timeline.peak + spare
-    found = search_schedule(half, budget)
+def test_none_that_is_faster_keeps_within_the_budget(graph: CostGraph, spare: int) -> None:
+    budget = least_memory_schedule(graph).timeline.peak + spare
+    found = search_schedule(graph, budget)
     assert found is not None
     assert found.timeline.peak <= budget
-    assert found.timeline.seconds == pytest.approx(fastest(half, budget))
+    assert found.timeline.seconds == pytest.approx(fastest(graph, budget))
 
 
 def test_a_bucket_gives_a_member_to_the_next_though_no_step_between_is_better() -> None:
     kind = CollectiveKind("0", alpha_s=1.0, s_per_byte=1.0, issue_s=0.05, copy_s_per_byte=0.1, shard=0.5)
     gathers = (Gather("g0", kind, 3, 2, 2, 1), Gather("g1", kind, 2, 3, 4, 1), Gather("g2", kind, 3, 3, 4))
-    half = CostGraph((0.2, 1.0, 0.2, 1.0, 0.2), (3, 1, 0, 4, 2), (1, 1, 1, 0, 1, 1), gathers, ())
-    found = search_schedule(half, 13)
+    graph = CostGraph((0.2, 1.0, 0.2, 1.0, 0.2), (3, 1, 0, 4, 2), (1, 1, 1, 0, 1, 1), gathers, ())
+    found = search_schedule(graph, 13)
     assert found is not None
     assert found.schedule.gathers == (ScheduledBucket((0,), 0, 2), ScheduledBucket((1, 2), 2, 3))
 
 
-@given(halves(gathers=4, reductions=2))
+@given(cost_graphs(gathers=4, reductions=2))
 @settings(max_examples=100, deadline=None)
-def test_nothing_needs_less_memory_than_the_minimum(half: CostGraph) -> None:
-    least = least_memory_schedule(half).timeline.peak
-    assert least == min(replay(half, schedule).peak for schedule in every_schedule(half, waits=True))
-    assert search_schedule(half, least - 1) is None
+def test_nothing_needs_less_memory_than_the_minimum(graph: CostGraph) -> None:
+    least = least_memory_schedule(graph).timeline.peak
+    assert least == min(replay(graph, schedule).peak for schedule in every_schedule(graph, waits=True))
+    assert search_schedule(graph, least - 1) is None
 
 
 def test_gathers_of_one_slot_are_issued_before_it_together_though_one_alone_saves_nothing() -> None:
     kind = CollectiveKind("0", alpha_s=0.0, s_per_byte=0.1, shard=0.5)
     sizes = ((1, 1, 0), (1, 1, 0), (2, 1, 1), (1, 2, 0))
     gathers = tuple(Gather(f"g{i}", kind, nbytes, use, use, more) for i, (nbytes, use, more) in enumerate(sizes))
-    half = CostGraph((0.2,) * 4, (0,) * 4, (0, 1, 0, 0, 0), gathers, ())
-    assert least_memory_schedule(half).timeline.peak == 5
-    assert [timed.issue_slot for timed in least_memory_schedule(half).schedule.gathers] == [0, 0, 0, 2]
+    graph = CostGraph((0.2,) * 4, (0,) * 4, (0, 1, 0, 0, 0), gathers, ())
+    assert least_memory_schedule(graph).timeline.peak == 5
+    assert [scheduled.issue_slot for scheduled in least_memory_schedule(graph).schedule.gathers] == [0, 0, 0, 2]
 
 
-@given(halves(gathers=12, reductions=12, channels=2), st.integers(0, 20))
+@given(cost_graphs(gathers=12, reductions=12, channels=2), st.integers(0, 20))
 @settings(max_examples=60, deadline=None)
-def test_the_found_schedule_is_one_that_a_plan_can_say(half: CostGraph, spare: int) -> None:
-    found = search_schedule(half, least_memory_schedule(half).timeline.peak + spare)
+def test_the_found_schedule_is_one_that_a_plan_can_say(graph: CostGraph, spare: int) -> None:
+    found = search_schedule(graph, least_memory_schedule(graph).timeline.peak + spare)
     assert found is not None
-    assert found.timeline == replay(half, found.schedule)
-    names = [member.fqn for member in (*half.gathers, *half.reductions)]
-    gathers, reductions = buckets_of(half, found.schedule, {fqn: i for i, fqn in enumerate(names)})
-    assert sorted(fqn for bucket in gathers for fqn in bucket.fqns) == sorted(g.fqn for g in half.gathers)
-    assert sorted(fqn for bucket in reductions for fqn in bucket.fqns) == sorted(r.fqn for r in half.reductions)
-    assert replay(half, schedule_of(half, gathers, reductions)) == found.timeline
+    assert found.timeline == replay(graph, found.schedule)
+    names = [member.fqn for member in (*graph.gathers, *graph.reductions)]
+    gathers, reductions = buckets_of(graph, found.schedule, {fqn: i for i, fqn in enumerate(names)})
+    assert sorted(fqn for bucket in gathers for fqn in bucket.fqns) == sorted(g.fqn for g in graph.gathers)
+    assert sorted(fqn for bucket in reductions for fqn in bucket.fqns) == sorted(r.fqn for r in graph.reductions)
+    assert replay(graph, schedule_of(graph, gathers, reductions)) == found.timeline
 
 
-@given(halves(gathers=8, reductions=8), st.integers(0, 20), st.randoms(use_true_random=False))
+@given(cost_graphs(gathers=8, reductions=8), st.integers(0, 20), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
-def test_what_is_proposed_is_never_faster(half: CostGraph, spare: int, random: Random) -> None:
+def test_what_is_proposed_is_never_faster(graph: CostGraph, spare: int, random: Random) -> None:
     """Whatever order the members of proposed buckets are in."""
-    budget = least_memory_schedule(half).timeline.peak + spare
-    names = [[member.fqn for member in members] for members in (half.gathers, half.reductions)]
+    budget = least_memory_schedule(graph).timeline.peak + spare
+    names = [[member.fqn for member in members] for members in (graph.gathers, graph.reductions)]
     buckets: list[list[Bucket]] = []
     for fqns in names:
         random.shuffle(fqns)
         parts = [fqns[i : i + 3] for i in range(0, len(fqns), 3)]
         buckets.append([Bucket(tuple(part), None, None, position=i) for i, part in enumerate(parts)])
-    proposals = [greedy_schedule(half).schedule, schedule_of(half, *buckets)]
-    found = search_schedule(half, budget, proposals, tolerance=0.1)
+    proposals = [greedy_schedule(graph).schedule, schedule_of(graph, *buckets)]
+    found = search_schedule(graph, budget, proposals, tolerance=0.1)
     assert found is not None
-    assert lower_bound(half) <= found.timeline.seconds + 1e-9
-    for timeline in (replay(half, schedule) for schedule in proposals):
+    assert lower_bound(graph) <= found.timeline.seconds + 1e-9
+    for timeline in (replay(graph, schedule) for schedule in proposals):
         assert timeline.peak > budget or found.timeline.seconds <= timeline.seconds
-    position = {member.fqn: i for i, member in enumerate((*half.gathers, *half.reductions))}
-    assert replay(half, schedule_of(half, *buckets_of(half, found.schedule, position))) == found.timeline
+    position = {member.fqn: i for i, member in enumerate((*graph.gathers, *graph.reductions))}
+    assert replay(graph, schedule_of(graph, *buckets_of(graph, found.schedule, position))) == found.timeline
 
 
-@given(halves(gathers=8, reductions=8))
+@given(cost_graphs(gathers=8, reductions=8))
 @settings(max_examples=60, deadline=None)
 @pytest.mark.slow
-def test_tolerance_gives_no_more_time_than_it_says_and_takes_no_more_memory(half: CostGraph) -> None:
-    exact, lean = search_schedule(half), search_schedule(half, tolerance=0.05)
+def test_tolerance_gives_no_more_time_than_it_says_and_takes_no_more_memory(graph: CostGraph) -> None:
+    exact, lean = search_schedule(graph), search_schedule(graph, tolerance=0.05)
     assert exact is not None
     assert lean is not None
     assert lean.timeline.seconds <= 1.05 * exact.timeline.seconds
@@ -175,16 +175,16 @@ def transformer(layers: int, seconds: float, kind: CollectiveKind = NETWORK) -> 
 
 
 def test_where_compute_hides_everything_little_is_gathered_ahead() -> None:
-    half = transformer(32, 20e-3)
-    lean = search_schedule(half, tolerance=0.005)
+    graph = transformer(32, 20e-3)
+    lean = search_schedule(graph, tolerance=0.005)
     assert lean is not None
-    assert lean.timeline.seconds < 1.01 * lower_bound(half)
-    assert lean.timeline.peak < 10**9 + 6 * 1.2e8 + sum(r.result for r in half.reductions)
+    assert lean.timeline.seconds < 1.01 * lower_bound(graph)
+    assert lean.timeline.peak < 10**9 + 6 * 1.2e8 + sum(r.result for r in graph.reductions)
 
 
 def test_where_every_collective_costs_much_they_are_merged() -> None:
-    half = transformer(32, 5e-3, NETWORK._replace(alpha_s=2e-3))
-    found, alone = search_schedule(half), least_memory_schedule(half)
+    graph = transformer(32, 5e-3, NETWORK._replace(alpha_s=2e-3))
+    found, alone = search_schedule(graph), least_memory_schedule(graph)
     assert found is not None
     assert found.timeline.seconds < 0.5 * alone.timeline.seconds
     for blocks in (1, 2, 4, 8, 16, 32):
@@ -192,17 +192,17 @@ def test_where_every_collective_costs_much_they_are_merged() -> None:
         members = [tuple(range(i, i + size)) for i in range(0, 96, size)]
         ahead = [ScheduledBucket(m, max(0, m[0] - size), m[0]) for m in members]
         behind = [ScheduledBucket(m, m[-1] + 1, min(96, m[-1] + 1 + size)) for m in members]
-        assert found.timeline.seconds < replay(half, Schedule(tuple(ahead), tuple(behind))).seconds
+        assert found.timeline.seconds < replay(graph, Schedule(tuple(ahead), tuple(behind))).seconds
 
 
 def test_a_budget_between_is_used() -> None:
-    half = transformer(16, 5e-3, NETWORK._replace(alpha_s=1e-3))
-    least, free = least_memory_schedule(half).timeline, search_schedule(half)
+    graph = transformer(16, 5e-3, NETWORK._replace(alpha_s=1e-3))
+    least, free = least_memory_schedule(graph).timeline, search_schedule(graph)
     assert free is not None
     previous = least.seconds
     for part in (0.25, 0.5, 1.0):
         budget = least.peak + part * (free.timeline.peak - least.peak)
-        found = search_schedule(half, budget)
+        found = search_schedule(graph, budget)
         assert found is not None
         assert found.timeline.peak <= budget
         assert found.timeline.seconds <= previous
@@ -213,28 +213,33 @@ def test_a_budget_between_is_used() -> None:
 def test_greedy_fills_a_bucket_while_it_hides_under_the_step_before() -> None:
     kind = CollectiveKind("shard", alpha_s=1.0, s_per_byte=1.0)
     gathers = tuple(Gather(f"g{i}", kind, 1, i, i) for i in range(7))
-    half = CostGraph((4.0,) * 7, (0,) * 7, (0,) * 8, gathers, ())
+    graph = CostGraph((4.0,) * 7, (0,) * 7, (0,) * 8, gathers, ())
     # Under the first step, 4 seconds, three of a second and an alpha hide; under theirs, 12 seconds, all others.
-    assert [timed.members for timed in greedy_schedule(half).schedule.gathers] == [(0,), (1, 2, 3), (4, 5, 6)]
-    assert [timed[1:3] for timed in greedy_schedule(half).schedule.gathers] == [(0, 0), (0, 1), (1, 4)]
-    assert [len(timed.members) for timed in greedy_schedule(half, room=4).schedule.gathers] == [1, 2, 2, 2]
+    assert [scheduled.members for scheduled in greedy_schedule(graph).schedule.gathers] == [(0,), (1, 2, 3), (4, 5, 6)]
+    assert [scheduled[1:3] for scheduled in greedy_schedule(graph).schedule.gathers] == [(0, 0), (0, 1), (1, 4)]
+    assert [len(scheduled.members) for scheduled in greedy_schedule(graph, memory_limit=4).schedule.gathers] == [
+        1,
+        2,
+        2,
+        2,
+    ]
 
 
 def test_greedy_counts_the_reduction_that_is_under_way() -> None:
     kind = CollectiveKind("shard", alpha_s=1.0, s_per_byte=1.0)
     gathers = tuple(Gather(f"g{i}", kind, 1, i, i) for i in range(4))
     reductions = (Reduction("r", kind, 1, 1),)
-    half = CostGraph((4.0,) * 4, (0,) * 4, (0,) * 5, gathers, reductions)
-    assert [timed.members for timed in greedy_schedule(half).schedule.gathers] == [(0,), (1,), (2, 3)]
+    graph = CostGraph((4.0,) * 4, (0,) * 4, (0,) * 5, gathers, reductions)
+    assert [scheduled.members for scheduled in greedy_schedule(graph).schedule.gathers] == [(0,), (1,), (2, 3)]
 
 
 def test_greedy_reduces_a_step_together_and_the_last_one_soon() -> None:
     kind = CollectiveKind("shard", alpha_s=1.0, s_per_byte=0.001)
     gathers = (Gather("g0", kind, 1, 0, 0), Gather("g1", kind, 1, 3, 3))
     reductions = tuple(Reduction(f"r{i}", kind, 1, i + 1) for i in range(6))
-    half = CostGraph((10.0, 1.0, 1.0, 4.0, 1.0, 1.0), (0,) * 6, (0,) * 7, gathers, reductions)
-    found = greedy_schedule(half).schedule.reductions
-    assert [(timed.members, timed.issue_slot, timed.wait_slot) for timed in found] == [
+    graph = CostGraph((10.0, 1.0, 1.0, 4.0, 1.0, 1.0), (0,) * 6, (0,) * 7, gathers, reductions)
+    found = greedy_schedule(graph).schedule.reductions
+    assert [(scheduled.members, scheduled.issue_slot, scheduled.wait_slot) for scheduled in found] == [
         ((0, 1, 2), 3, 4),
         ((3,), 4, 5),
         ((4,), 5, 6),
@@ -242,55 +247,55 @@ def test_greedy_reduces_a_step_together_and_the_last_one_soon() -> None:
     ]
 
 
-@given(halves(gathers=0, reductions=0))
+@given(cost_graphs(gathers=0, reductions=0))
 @settings(max_examples=5, deadline=None)
-def test_a_graph_without_communication_is_its_compute(half: CostGraph) -> None:
-    assume(half.seconds)
-    found = search_schedule(half)
+def test_a_graph_without_communication_is_its_compute(graph: CostGraph) -> None:
+    assume(graph.seconds)
+    found = search_schedule(graph)
     assert found is not None
-    assert found.timeline.seconds == pytest.approx(sum(half.seconds))
-    assert greedy_schedule(half).schedule == Schedule((), ())
+    assert found.timeline.seconds == pytest.approx(sum(graph.seconds))
+    assert greedy_schedule(graph).schedule == Schedule((), ())
 
 
 def test_cuts_stay_within_a_window_and_a_size() -> None:
     kind = CollectiveKind("shard", alpha_s=1.0, s_per_byte=1e-3)
     gathers = tuple(Gather(f"g{i}", kind, 1, 1, 1) for i in range(40))
-    half = CostGraph((1.0, 1.0), (0, 0), (0, 0, 0), gathers, ())
-    at_once, small = gather_boundaries(half, [(1.0, math.inf), (1.0, 3.5)])
+    graph = CostGraph((1.0, 1.0), (0, 0), (0, 0, 0), gathers, ())
+    at_once, small = gather_boundaries(graph, [(1.0, math.inf), (1.0, 3.5)])
     for cuts_of in (at_once, small):
         assert [i for members in cuts_of for i in members] == list(range(40))
     assert len(at_once) == 2
     assert {len(members) for members in small} <= {1, 2, 3}
     assert len(small) == 14
     reductions = tuple(Reduction(f"r{i}", kind, 1, i // 20 + 1) for i in range(40))
-    (found,) = reduction_boundaries(half._replace(gathers=(), reductions=reductions), [(1.0, math.inf)])
+    (found,) = reduction_boundaries(graph._replace(gathers=(), reductions=reductions), [(1.0, math.inf)])
     assert [i for members in found for i in members] == list(range(40))
     assert len(found) == 2
 
 
-@given(halves(gathers=7, reductions=0))
+@given(cost_graphs(gathers=7, reductions=0))
 @settings(max_examples=100, deadline=None)
-def test_a_cut_is_late_by_no_more_than_the_best(half: CostGraph) -> None:
+def test_a_cut_is_late_by_no_more_than_the_best(graph: CostGraph) -> None:
     """With gathers issued as soon as the channel is free, all copies and issues taken for what they cost."""
-    assume(len({gather.kind for gather in half.gathers}) <= 1)
-    at = [0.0, *accumulate(half.seconds)]
+    assume(len({gather.kind for gather in graph.gathers}) <= 1)
+    at = [0.0, *accumulate(graph.seconds)]
 
     def late(cut: Sequence[tuple[int, ...]]) -> float:
         free = behind = 0.0
         for members in cut:
-            kind, nbytes = half.gathers[members[0]].kind, sum(half.gathers[i].nbytes for i in members)
+            kind, nbytes = graph.gathers[members[0]].kind, sum(graph.gathers[i].nbytes for i in members)
             free += kind.seconds(nbytes)
-            behind = max(behind, free - at[half.gathers[members[0]].first_use_slot])
+            behind = max(behind, free - at[graph.gathers[members[0]].first_use_slot])
             behind += kind.issue_s + (nbytes * kind.copy_s_per_byte if len(members) > 1 else 0.0)
         return behind
 
-    (found,) = gather_boundaries(half, [(1.0, math.inf)])
-    assert late(found) == pytest.approx(min(map(late, cuts(len(half.gathers)))), rel=0.05)
+    (found,) = gather_boundaries(graph, [(1.0, math.inf)])
+    assert late(found) == pytest.approx(min(map(late, cuts(len(graph.gathers)))), rel=0.05)
 
 
-@given(halves(gathers=6, reductions=4), st.integers(0, 12))
+@given(cost_graphs(gathers=6, reductions=4), st.integers(0, 12))
 @settings(max_examples=60, deadline=None)
-def test_what_a_gather_would_hold_is_the_most_of_all_steps_until_it_is_used(half: CostGraph, spare: int) -> None:
+def test_what_a_gather_would_hold_is_the_most_of_all_steps_until_it_is_used(graph: CostGraph, spare: int) -> None:
     window = _GatherIssue._most
 
     def checked(due: Any, run: Replay, k: int) -> int:
@@ -301,12 +306,12 @@ def test_what_a_gather_would_hold_is_the_most_of_all_steps_until_it_is_used(half
                 for use, n, members in zip(due.uses, due._nbytes, due.members, strict=True)
                 if use == slot and len(members) > 1
             ]
-            most = max(most, half.live_bytes_at_slot[slot] + alive + max(copies, default=0))
-            if slot < len(half.live_bytes_in_step):
-                most = max(most, half.live_bytes_in_step[slot] + alive)
+            most = max(most, graph.live_bytes_at_slot[slot] + alive + max(copies, default=0))
+            if slot < len(graph.live_bytes_in_step):
+                most = max(most, graph.live_bytes_in_step[slot] + alive)
                 alive -= run.last_read[slot]
         assert window(due, run, k) == most
         return most
 
     with mock.patch.object(_GatherIssue, "_most", checked):
-        search_schedule(half, least_memory_schedule(half).timeline.peak + spare)
+        search_schedule(graph, least_memory_schedule(graph).timeline.peak + spare)

@@ -53,14 +53,14 @@ def test_a_busy_process_group() -> None:
 
 
 def test_memory_or_the_plan() -> None:
-    half = forward(A, B, C)
+    graph = forward(A, B, C)
     late = Schedule(tuple(ScheduledBucket((i,), i, i) for i in range(3)), ())
-    assert replay(half, late).peak == 10
+    assert replay(graph, late).peak == 10
     for room, bound, where in (
         (10, "memory", "issued earlier, the step would be 2000.00 ms shorter and 0.00 MiB too large"),
         (20, "plan", "issued earlier, the step would be 2000.00 ms shorter"),
     ):
-        gathers, _ = diagnose(half, late, room)
+        gathers, _ = diagnose(graph, late, room)
         assert [one.bound for one in gathers] == ["dependency", bound, bound]
         assert gathers[1].where == where
         assert [one.exposed for one in gathers] == [2.0, 2.0, 2.0]
@@ -68,9 +68,9 @@ def test_memory_or_the_plan() -> None:
 
 def test_earlier_that_is_no_faster() -> None:
     slow = KIND._replace(alpha_s=2.0, name="slow")  # of another dtype, and takes as long as a step
-    half = forward(A._replace(kind=CollectiveKind("shard", 0.0, 0.0)), B, C._replace(kind=slow))
+    graph = forward(A._replace(kind=CollectiveKind("shard", 0.0, 0.0)), B, C._replace(kind=slow))
     gathers, _ = diagnose(
-        half,
+        graph,
         Schedule((ScheduledBucket((0,), 0, 0), ScheduledBucket((2,), 0, 2), ScheduledBucket((1,), 1, 1)), ()),
         math.inf,
     )
@@ -80,29 +80,29 @@ def test_earlier_that_is_no_faster() -> None:
 
 
 def test_what_merging_with_the_next_would_do() -> None:
-    half = forward(A, B, C)
+    graph = forward(A, B, C)
     schedule = Schedule((ScheduledBucket((0,), 0, 0), ScheduledBucket((1,), 0, 1), ScheduledBucket((2,), 0, 2)), ())
-    assert [one.closed for one in diagnose(half, schedule, math.inf)[0]] == [
+    assert [one.closed for one in diagnose(graph, schedule, math.inf)[0]] == [
         "with the next, 1000.00 ms longer",  # 20 bytes are there after 3 seconds, not 2
         "with the next, as long",
         "it is the last",
     ]
     late = Schedule(tuple(ScheduledBucket((i,), i, i) for i in range(3)), ())
-    closed = [one.closed for one in diagnose(half, late, 10)[0]]
+    closed = [one.closed for one in diagnose(graph, late, 10)[0]]
     assert closed[:2] == ["with the next, 0.00 MiB too large"] * 2
-    assert diagnose(half, late, 40)[0][0].closed == "with the next, 1000.00 ms shorter"  # unpacked, it is there twice
+    assert diagnose(graph, late, 40)[0][0].closed == "with the next, 1000.00 ms shorter"  # unpacked, it is there twice
 
 
 def test_reductions_are_awaited_later_or_not() -> None:
-    half = backward(1, 2, 3)
+    graph = backward(1, 2, 3)
     at_once = Schedule((), tuple(ScheduledBucket((i,), i + 1, i + 1) for i in range(3)))
-    for room, bound in ((math.inf, "plan"), (replay(half, at_once).peak, "memory")):
-        _, reductions = diagnose(half, at_once, room)
+    for room, bound in ((math.inf, "plan"), (replay(graph, at_once).peak, "memory")):
+        _, reductions = diagnose(graph, at_once, room)
         assert [one.bound for one in reductions] == [bound, bound, "dependency"]
         assert [one.exposed for one in reductions] == [2.0, 2.0, 2.0]
         assert reductions[0].where.startswith("awaited later, the step would be 2000.00 ms shorter")
     at_the_end = Schedule((), tuple(ScheduledBucket((i,), i + 1, 4) for i in range(3)))
-    _, reductions = diagnose(half, at_the_end, math.inf)
+    _, reductions = diagnose(graph, at_the_end, math.inf)
     assert [one.bound for one in reductions] == ["nothing", "nothing", "dependency"]
     assert reductions[2].where == "there is nothing behind it"
     assert [one.closed for one in reductions][1:] == ["with the next, 1000.00 ms longer", "it is the last"]
@@ -110,7 +110,7 @@ def test_reductions_are_awaited_later_or_not() -> None:
 
 def test_an_all_reduce_that_follows_belongs_to_its_bucket() -> None:
     then = CollectiveKind("replicate", alpha_s=4.0, s_per_byte=0.0)
-    half = backward(1, kind=KIND._replace(all_reduce_after=then))
-    _, (one,) = diagnose(half, Schedule((), (ScheduledBucket((0,), 1, 2, 2),)), math.inf)
+    graph = backward(1, kind=KIND._replace(all_reduce_after=then))
+    _, (one,) = diagnose(graph, Schedule((), (ScheduledBucket((0,), 1, 2, 2),)), math.inf)
     assert [span.what for span in one.spans] == ["reduce", "all-reduce"]
     assert one.exposed == pytest.approx(6.0)

@@ -17,7 +17,7 @@ from simplefsdp.analysis.explanation import Explanation, explain
 from simplefsdp.analysis.prediction import StepCosts
 from simplefsdp.cli import main as cli
 from simplefsdp.cli.explain import read
-from tests.inductor_passes.scheduling.chains import halves
+from tests.inductor_passes.scheduling.chains import cost_graphs
 from tests.simplefsdp.compile.test_plan_step import planned
 
 pytestmark = pytest.mark.usefixtures("one_of_four")
@@ -170,7 +170,7 @@ def test_what_is_no_report_is_said(tmp_path: Path, capsys: Any, monkeypatch: pyt
         printed(capsys, monkeypatch, tmp_path)
 
 
-@given(halves(gathers=4, reductions=0), halves(gathers=4, reductions=4, channels=2))
+@given(cost_graphs(gathers=4, reductions=0), cost_graphs(gathers=4, reductions=4, channels=2))
 @settings(max_examples=100, deadline=None)
 def test_costs_are_read_as_they_were_written(forward: Any, backward: Any) -> None:
     for room in (7.0, float("inf")):

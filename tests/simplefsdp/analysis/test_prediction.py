@@ -25,9 +25,9 @@ PLAN = BucketPlan((Bucket(("a",), None, "a"),), (), (Bucket(("a",), None, None),
 
 
 def predicted(
-    plan: BucketPlan, halves: tuple[CostGraph, CostGraph], state: StepState, profile: HardwareProfile = PROFILE
+    plan: BucketPlan, cost_graphs: tuple[CostGraph, CostGraph], state: StepState, profile: HardwareProfile = PROFILE
 ) -> Prediction:
-    return predict(plan, step_costs(halves, state, profile, math.inf), timelines(plan, halves))
+    return predict(plan, step_costs(cost_graphs, state, profile, math.inf), timelines(plan, cost_graphs))
 
 
 def test_a_step_is_its_graphs_and_what_is_outside_of_them() -> None:
@@ -44,12 +44,12 @@ def test_a_step_is_its_graphs_and_what_is_outside_of_them() -> None:
 
 def test_the_gap_is_what_another_plan_could_save() -> None:
     # Two gradients, reduced one after the other at the end, could have been reduced together, or the first one earlier.
-    half = CostGraph(
+    graph = CostGraph(
         (4.0, 4.0), (0, 0), (0, 0, 0), (), tuple(Reduction(f, KIND, 10, i + 1, 1) for i, f in enumerate("ab"))
     )
     buckets = (Bucket(("a",), "b", None), Bucket(("b",), "b", None, position=1))
     plan = BucketPlan((), (), buckets, (), (("a", (10,)), ("b", (10,))))
-    found = predicted(plan, (CostGraph((), (), (0,), (), ()), half), StepState())
+    found = predicted(plan, (CostGraph((), (), (0,), (), ()), graph), StepState())
     assert found.backward_s == pytest.approx(8 + 4)
     assert found.bound_s == pytest.approx(8 + 2)
     assert found.gap == pytest.approx(0.2)

@@ -25,14 +25,14 @@ def written(folder: Path, plan: str, mesh: Any = None) -> tuple[list[dict[str, A
 @pytest.mark.parametrize("plan", ["auto", "block"])
 def test_it_shows_what_is_predicted(tmp_path: Path, plan: str) -> None:
     events, prediction, chosen = written(tmp_path, plan)
-    timed = [event for event in events if event["ph"] == "X"]
-    sums = {cat: sum(e["dur"] for e in timed if e["cat"] == cat) for cat in ("compute", "exposed")}
+    scheduled = [event for event in events if event["ph"] == "X"]
+    sums = {cat: sum(e["dur"] for e in scheduled if e["cat"] == cat) for cat in ("compute", "exposed")}
     assert sums["exposed"] == pytest.approx(1e6 * prediction["exposed_s"])
     assert 0 < sums["compute"] < 1e6 * (prediction["forward_s"] + prediction["backward_s"])
-    ends = [event["ts"] + event["dur"] for event in timed]
+    ends = [event["ts"] + event["dur"] for event in scheduled]
     assert max(ends) == pytest.approx(1e6 * (prediction["forward_s"] + prediction["backward_s"]))
     for cat, buckets in (("gather", chosen.forward + chosen.backward), ("reduce", chosen.reductions)):
-        shown = [frozenset(event["args"]["parameters"]) for event in timed if event["cat"] == cat]
+        shown = [frozenset(event["args"]["parameters"]) for event in scheduled if event["cat"] == cat]
         assert sorted(map(sorted, shown)) == sorted(sorted(bucket.fqns) for bucket in buckets)
     memory = [event["args"]["bytes"] for event in events if event["ph"] == "C"]
     assert max(memory) == prediction["peak_bytes"]

@@ -105,17 +105,17 @@ def test_auto_knows_of_block_and_greedy_and_gives_time_for_memory_without_a_budg
 ) -> None:
     told: list[tuple[Any, list[Schedule], float]] = []
 
-    def spy(half: Any, room: float, proposals: list[Schedule], *, tolerance: float) -> Any:
-        told.append((half, proposals, tolerance))
-        return search_schedule(half, room, proposals, tolerance=tolerance)
+    def spy(graph: Any, room: float, proposals: list[Schedule], *, tolerance: float) -> Any:
+        told.append((graph, proposals, tolerance))
+        return search_schedule(graph, room, proposals, tolerance=tolerance)
 
     monkeypatch.setattr("simplefsdp.compile.plan_step.search_schedule", spy)
     block = planned(tmp_path / "block", "block")
     planned(tmp_path / "free")
     planned(tmp_path / "budget", memory_budget="1GiB")
     assert [tolerance for *_, tolerance in told] == [0.005, 0.005, 0.0, 0.0]
-    for (half, proposals, _), gathers in zip(told, [block.forward, block.backward] * 2, strict=True):
-        assert proposals == [schedule_of(half, gathers, block.reductions), greedy_schedule(half).schedule]
+    for (graph, proposals, _), gathers in zip(told, [block.forward, block.backward] * 2, strict=True):
+        assert proposals == [schedule_of(graph, gathers, block.reductions), greedy_schedule(graph).schedule]
 
 
 @pytest.mark.usefixtures("one_of_four")
@@ -207,10 +207,10 @@ def test_what_the_plan_depends_on_is_in_the_key_and_compared(tmp_path: Path) -> 
             {"plan": "greedy", "profile": PROFILE},
         )
     ]
-    keys = [passes.key for passes in made]
+    keys = [context.key for context in made]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 4
-    assert len({passes.about for passes in made}) == 4
+    assert len({context.common_facts for context in made}) == 4
 
 
 @pytest.mark.parametrize(

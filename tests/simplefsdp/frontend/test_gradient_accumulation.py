@@ -244,7 +244,7 @@ def _nothing_lost(kind: str) -> None:
             assert_same({name: param.grad for name, param in model.named_parameters()}, expected, 1e-5)
             assert not accumulate._offers, "nothing is kept alive"
             states = [module._simple_fsdp for module in model.modules()]
-            assert not any(state.stands or state.ending for state in states)
+            assert not any(state.proxies or state.ending for state in states)
 
 
 def _build(kind: str) -> nn.Module:
@@ -288,37 +288,37 @@ def _in_a_backward(function: Any) -> None:
 
 def test_what_is_offered_is_given_once_and_until_it_has_been_received() -> None:
     gradient = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3).t()
-    stand = torch.zeros(()).expand(3, 2).requires_grad_()
-    stand.grad = torch.ones(3, 2)
+    proxy = torch.zeros(()).expand(3, 2).requires_grad_()
+    proxy.grad = torch.ones(3, 2)
     own, total = gradient.float(), gradient + torch.ones(3, 2)
     found: list[Tensor] = []
 
     def add(times: int = 1) -> None:
-        found.extend(ADD_UP(gradient, stand.detach()) for _ in range(times))
+        found.extend(ADD_UP(gradient, proxy.detach()) for _ in range(times))
 
     def add_and_receive() -> None:
         add()
-        accumulate.received(stand)
+        accumulate.received(proxy)
 
     _in_a_backward(add)
-    accumulate.offer(stand)
+    accumulate.offer(proxy)
     try:
         add()  # in no backward
         _in_a_backward(lambda: add(2))
-        _in_a_backward(lambda: accumulate.received(stand))  # by another than took it
+        _in_a_backward(lambda: accumulate.received(proxy))  # by another than took it
         _in_a_backward(add)
-        stand.grad = torch.ones(3, 2)  # more came meanwhile
-        accumulate.restore(stand)
-        assert torch.equal(stand.grad, torch.full((3, 2), 2.0))
+        proxy.grad = torch.ones(3, 2)  # more came meanwhile
+        accumulate.restore(proxy)
+        assert torch.equal(proxy.grad, torch.full((3, 2), 2.0))
         _in_a_backward(add_and_receive)
         _in_a_backward(add)
     finally:
-        accumulate.withdraw(stand)
+        accumulate.withdraw(proxy)
     expected = [own, own, total, own, total, total + 1, own]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert all(each.is_contiguous() for each in found)
-    assert stand.grad is None
-    torch.library.opcheck(ADD_UP, (gradient, stand.detach()))
+    assert proxy.grad is None
+    torch.library.opcheck(ADD_UP, (gradient, proxy.detach()))
 
 
 def test_a_compiled_part_of_an_eager_model_reduces_its_own_in_its_graph(two_ranks: Ranks) -> None:

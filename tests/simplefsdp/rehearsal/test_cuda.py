@@ -25,14 +25,14 @@ def test_collectives_give_what_a_world_of_clones_would() -> None:
         dist.reduce_scatter_tensor(part := x.new_empty(2), x)
         dist.all_reduce(total := x.clone(), dist.ReduceOp.AVG)
         dist.all_to_all_single(exchanged := torch.empty_like(x), x)
-        dist.all_reduce(halves := x.bfloat16())
+        dist.all_reduce(cost_graphs := x.bfloat16())
         everybodys: list[Any] = [None] * 4
         dist.all_gather_object(everybodys, 7)
     assert torch.equal(whole, x.repeat(4))
     assert torch.equal(part, 4 * x[2:4])
     assert torch.equal(total, x)
     assert torch.equal(exchanged, x[2:4].repeat(4))
-    assert torch.equal(halves, 4 * x.bfloat16())
+    assert torch.equal(cost_graphs, 4 * x.bfloat16())
     assert everybodys == [7] * 4
 
 
