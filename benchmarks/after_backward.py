@@ -1,7 +1,7 @@
-"""What the host needs for clipping and an optimizer's step on many small shards: ours and torch's, in turns.
+"""Host time of clipping and an optimizer's step on many small shards: ours and torch's, in turns.
 
-As one rank of eight whose collectives return at once: only the time of the calls is seen, which is what counts where a
-GPU waits for them.
+One rank of eight whose collectives return at once: only the time of the calls is seen, which is what counts where a
+GPU waits for the calls.
 """
 
 import argparse

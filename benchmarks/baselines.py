@@ -118,7 +118,7 @@ def modules_of_blocks(model: nn.Module) -> list[Any]:
 
 
 def matmul_flops_per_s() -> float:
-    """Of this machine, with the threads in use, measured."""
+    """Return the measured matmul rate of this machine, with the threads in use."""
     x = torch.randn(512, 512)
     x @ x
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a memory budget costs: ``plan="auto"`` under budgets from the least that a step can do with to all it would use.
+"""Costs of a memory budget: ``plan="auto"`` under budgets from the least that a step can do with to all it would use.
 
     python -m benchmarks.budget                # the bandwidth-bound scenario of benchmarks.overlap, three minutes
 

@@ -95,8 +95,10 @@ SCENARIOS = {
 
 
 def scenarios(seed: int, count: int) -> Mapping[str, Scenario]:
-    """Those above, and ``count`` on networks that are drawn at random, evenly on logarithmic scales: alpha from 10 us
-    to 2 ms, bandwidth from 0.1 to 10 GB/s, 4 to 256 ranks."""
+    """Return the scenarios above, and ``count`` on networks that are drawn at random, evenly on logarithmic scales.
+
+    Alpha is from 10 us to 2 ms, bandwidth from 0.1 to 10 GB/s, and there are 4 to 256 ranks.
+    """
     found = dict(SCENARIOS)
     random = Random(seed)
     for i in range(count):
@@ -114,7 +116,7 @@ def _logs(low: float, high: float) -> tuple[float, float]:
 
 
 class Predictions(logging.Handler):
-    """Those that are logged, the latest last."""
+    """Collects the predictions that are logged, the latest last."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -216,7 +218,7 @@ def restored_config() -> Iterator[None]:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Of one scenario, in Markdown."""
+    """Return the results of one scenario in Markdown."""
     results = {result["system"]: result for result in found["results"]}
     l1, single = bound(found), results.get("single")
     columns = ["system", "step / ours", "T/L1", "T/L2", "compute / single", "step, ms", "exposed, ms"]

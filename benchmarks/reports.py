@@ -1,4 +1,4 @@
-"""What a report costs: the first step, which compiles from an empty cache, and those after it, with one and without.
+"""Costs of a report: the first step, which compiles from an empty cache, and those after it, with one and without.
 
     python -m benchmarks.reports        # 2 minutes
 

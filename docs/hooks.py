@@ -1,4 +1,4 @@
-"""What ``mkdocs build`` adds to the pages: the table of public names and pictures from other folders.
+"""Hooks of ``mkdocs build``: they add the table of public names and pictures from other folders to the pages.
 
 Links out of ``docs/`` work where the repository is read as files; in the site they become the file's name, and
 pictures become copies.

@@ -170,7 +170,7 @@ def resume_line(checkpoint: Path, args: argparse.Namespace) -> str:
 
 
 class Log:
-    """What rank 0 shows and keeps: a progress bar, and a line of JSON per step."""
+    """Shows and saves the progress on rank 0: a progress bar, and a line of JSON per step."""
 
     def __init__(self, folder: Path, first_step: int, steps: int):
         self.rank = dist.get_rank()
@@ -217,7 +217,7 @@ class Log:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Of this rank so far: allocated on the GPU, or resident in the process."""
+    """Return the peak memory of this rank so far: allocated on the GPU, or resident in the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

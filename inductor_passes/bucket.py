@@ -161,7 +161,7 @@ def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
 
 
 def _before_cast_and_pad(node: Node) -> Node:
-    """What ``node`` was before it was copied, cast (once) and padded behind its last row."""
+    """Return the node that ``node`` copies, casts (once) or pads behind its last row."""
     was_cast = False
     while node.target in (*COPIES, *PADS, *CASTS):
         if node.target in PADS and not _pads_rows_with_zeros(node):
@@ -181,7 +181,7 @@ def _pads_rows_with_zeros(node: Node) -> bool:
 
 
 def _gradient(node: Node, ranks: int) -> Node:
-    """What ``pack_gradients`` makes ``node`` of."""
+    """Return the gradient that ``pack_gradients`` makes ``node`` from."""
     source = _before_cast_and_pad(node)
     if not _val(source).shape:
         return _view(source, [1])

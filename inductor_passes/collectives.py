@@ -49,13 +49,13 @@ _ADD = torch.ops.aten.add.Tensor
 
 @dataclass(frozen=True)
 class GraphParameter:
-    """What the passes know of a sharded parameter."""
+    """A sharded parameter, as the passes know it."""
 
     fqn: str
     reshard: bool | None
     """Whether backward gathers it again (else the full weight is saved); ``None``: unless the planner keeps it."""
     dtype: torch.dtype
-    """Of the full weight, and so of its gradient."""
+    """Dtype of the full weight, and so of its gradient."""
     groups: tuple[str, ...]
     """Process groups that its gradient is reduced over, in this order."""
 
@@ -91,11 +91,11 @@ class Collective:
         return [self.node, *(self.all_reduce_after.steps if self.all_reduce_after else [])]
 
     def gather_kind(self) -> tuple[Any, ...]:
-        """What gathers must have in common to be carried out by one."""
+        """The properties that gathers must have in common to be merged into one."""
         return self.options
 
     def reduction_kind(self) -> tuple[Any, ...]:
-        """What reductions must have in common to be carried out by one."""
+        """The properties that reductions must have in common to be merged into one."""
         then = self.all_reduce_after.reduction_kind() if self.all_reduce_after else ()
         # Behind an odd number of reals a complex number would not be aligned.
         return (self.node.target, self.options, self.input.meta["val"].dtype, _becomes_complex(self.result), *then)
@@ -221,7 +221,7 @@ def _same_result(a: Node, b: Node) -> bool:
 
 
 def _step(node: Node) -> tuple:
-    """What a node does to its first input."""
+    """A node's operator and arguments without the first input, to compare nodes by."""
     return node.target, node.args[1:], node.kwargs
 
 

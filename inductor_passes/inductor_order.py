@@ -114,7 +114,7 @@ def _name(step: Node) -> str:
 
 
 def kernel_items(kernels: list[Any]) -> list[OrderItem]:
-    """What ``order`` asks of each kernel."""
+    """Return an ``OrderItem`` for each kernel."""
     ir = inductor_ir()
     producer = {name: i for i, kernel in enumerate(kernels) for name in kernel.get_buffer_names()}
     communicates = [isinstance(kernel.node, ir._CollectiveKernel) for kernel in kernels]

@@ -207,7 +207,7 @@ def _relink(model: nn.Module) -> None:
 
 
 def _groups(mode: str, mesh: DeviceMesh) -> tuple[Group | None, Group | None]:
-    """Of ranks that hold different shards, and of ranks that hold the same."""
+    """Return the group of ranks that hold different shards, and the group of ranks that hold the same shard."""
     groups = [Group(mesh.get_group(i).group_name, mesh.size(i)) for i in range(mesh.ndim)]
     if mode == "hybrid_shard":
         return groups[1], groups[0]
@@ -228,7 +228,7 @@ def _ignored(model: nn.Module, ignored_params: Iterable[nn.Parameter] | None) ->
 
 
 def _device_type(params: dict[str, nn.Parameter], offloads: bool) -> str:
-    """Of a mesh for them."""
+    """Return the device type of a mesh for these parameters."""
     found = {param.device.type for param in params.values()} - {"meta", *(["cpu"] if offloads else [])}
     if len(found) > 1:
         raise ValueError(f"parameters are on several devices: {sorted(found)}; move the model to one first")
@@ -236,7 +236,7 @@ def _device_type(params: dict[str, nn.Parameter], offloads: bool) -> str:
 
 
 def _move_buffers(model: nn.Module, device_type: str) -> None:
-    """Those on CPU; what several modules hold stays one."""
+    """Move buffers from CPU to the device; a buffer that several modules hold stays one tensor."""
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -23,7 +23,7 @@ PROFILE = HardwareProfile(
     contention=0.0,
     network=flat("test", 8, alpha_s=1e-4, bandwidth_bytes_per_s=1e8),
 )
-"""Of a device on which a collective takes as long as a block of ``tiny_llama``, so that some are merged."""
+"""A profile of a device on which a collective takes as long as a block of ``tiny_llama``, so that some are merged."""
 
 
 def tiny_llama(**changes: Any) -> llama.Llama:

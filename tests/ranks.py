@@ -28,7 +28,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def run(command: list[str]) -> str:
-    """What it prints. ``plan="auto"`` finds ``PROFILE``, instead of measuring for a minute."""
+    """Run a command and return what it prints. ``plan="auto"`` finds ``PROFILE``, instead of measuring for a minute."""
     with tempfile.TemporaryDirectory() as cache:
         folder = Path(cache, "simplefsdp")
         folder.mkdir()

@@ -84,7 +84,8 @@ def test_the_wheel_holds_the_data_files_and_the_entry_points(wheel):
 def _imported_when_loaded(path: Path) -> set[str]:
     """Top-level packages that a module imports outside of its functions."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    found, todo = set(), [ast.parse(path.read_text())]
+    found: set[str] = set()
+    todo: list[ast.AST] = [ast.parse(path.read_text())]
     while todo:
         node = todo.pop()
         if isinstance(node, ast.Import):

@@ -306,7 +306,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 NOT_IN_ONE_GRAPH = ("LSTM", "GRU", "weight_norm with hooks", "orthogonal", "reentrant checkpoint")
-"""What Dynamo does not trace: there the compiled model has graph breaks."""
+"""Models that Dynamo does not trace in one graph: there the compiled model has graph breaks."""
 
 
 def build(name: str) -> nn.Module:

@@ -64,8 +64,10 @@ def parallelize(
     ac_config: ActivationCheckpointing.Config | None,
     dump_folder: str,
 ) -> nn.Module:
-    """What torchtitan's ``parallelize_llama`` does, in the same order, with ``simple_fsdp`` for ``fully_shard`` and the
-    whole model compiled after it instead of each block before it."""
+    """Do what torchtitan's ``parallelize_llama`` does, with ``simple_fsdp`` for ``fully_shard``.
+
+    The order is the same; the whole model is compiled after sharding instead of each block before it.
+    """
     refuse(parallel_dims, training, parallelism, compile_config, ac_config)
     if parallel_dims.tp_enabled:
         model.parallelize(parallel_dims)

@@ -1,4 +1,4 @@
-"""What ``--config`` of torchtitan's command line may name with ``--module examples.torchtitan``."""
+"""Configurations for torchtitan's ``--config``, with ``--module examples.torchtitan``."""
 
 from torchtitan.models.llama3 import config_registry as llama3
 from torchtitan.trainer import Trainer

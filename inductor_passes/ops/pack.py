@@ -18,13 +18,13 @@ from torch import Tensor
 from inductor_passes.torch_compat.library import as_dtypes
 
 LIBRARY = torch.library.Library("simplefsdp", "DEF")
-"""Of the operators that our graphs contain."""
+"""Library of the operators that this project puts into graphs."""
 _ALIGNMENT = 16
 """Bytes: of members of different dtypes, so that a vectorised copy may be used."""
 
 
 def pack_shards(shards: Sequence[Tensor], numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> Tensor:
-    """What this rank sends: each shard, cast to its dtype and padded with zeros to its number of elements.
+    """Return the buffer that this rank sends: each shard, cast to its dtype and zero-padded to its number of elements.
 
     Of the members' dtype, (sum of numels,), if they have the same; else of bytes, (sum of sizes, each rounded up to
     16,).
@@ -45,7 +45,7 @@ def pack_shards(shards: Sequence[Tensor], numels: Sequence[int], dtypes: Sequenc
 
 
 def unpack_weights(buffer: Tensor, ranks: int, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """What all ranks' ``pack_shards`` put in: of each member (ranks * numel,), in an allocation of its own."""
+    """Return the gathered members of a bucket: each (ranks * numel,), in an allocation of its own."""
     dtypes = as_dtypes(dtypes)
     rows = buffer.view(ranks, buffer.numel() // ranks)
     out = [buffer.new_empty(ranks, numel, dtype=dtype) for numel, dtype in zip(numels, dtypes, strict=True)]
@@ -59,7 +59,7 @@ def unpack_weights(buffer: Tensor, ranks: int, numels: Sequence[int], dtypes: Se
 
 
 def pack_gradients(gradients: Sequence[Tensor], ranks: int, dtype: torch.dtype) -> Tensor:
-    """What a reduction takes, (ranks * sum of ceil(rows / ranks) * size of a row,): row r holds what rank r will own.
+    """Return a reduction's input, (ranks * sum of ceil(rows / ranks) * size of a row,); row r is what rank r will own.
 
     Each gradient is cut along dim 0, into as many rows for each rank, and padded with zeros behind the last.
     """

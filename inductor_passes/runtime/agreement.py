@@ -59,12 +59,12 @@ _SHUTDOWN_GRACE_S = 10.0
 """Seconds in which the others shall see that this rank gives up."""
 
 Ranks = tuple[int, ...]
-"""Of a process group, in its order."""
+"""The ranks of a process group, in its order."""
 
 
 @dataclass
 class _World:
-    """What this process knows of one ``init_process_group``."""
+    """State of this process for one ``init_process_group``."""
 
     me: str = field(default_factory=lambda: secrets.token_hex(8))
     agreed: dict[str, Record] = field(default_factory=dict)

@@ -38,7 +38,7 @@ DUMP_NAMES = {
 
 
 class Report:
-    """What a compilation's graphs were, before and after each pass, in pipeline order."""
+    """Dumps of a compilation's graphs, before and after each pass, in the order of the passes."""
 
     def __init__(self, key: str, folder: Path | None):
         """``key``: of the compilation, the same in each process. ``folder``: where to write, if this rank does."""
@@ -60,7 +60,7 @@ class Report:
             (self.folder / name).write_text(text)
 
     def text(self, name: str) -> str | None:
-        """What was written as ``name``."""
+        """Return the text that was written as ``name``, or ``None``."""
         return self._texts.get(name)
 
     def packed(self) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""What a compiled graph knows of itself, as text that is part of it and so of its entry in the compile cache.
+"""Records of compiled graphs: text that is part of a graph, and so of the graph's entry in the compile cache.
 
-From this the ranks see whether they have compiled the same (``agreement.py``), a warm process what was planned and
-reported, and whoever measures a step which collective it was that took so long.
+Ranks compare records to see whether they have compiled the same graph (``agreement.py``). A process with a warm cache
+reads from the record what was planned and reported, and ``measure`` reads which collective took how long.
 """
 
 import json
@@ -25,14 +25,14 @@ class RecordedCollective(NamedTuple):
     """A collective of a graph."""
 
     name: str
-    """Of the functional operator, without what says that it works in place: ``"all_gather_into_tensor"``."""
+    """Name of the functional operator, without the mark of in-place operators: ``"all_gather_into_tensor"``."""
     group: str
     about: str
     """Dtype, elements of the input, options."""
     nbytes: int
-    """Of the whole tensors: what a gather puts out, what others take in."""
+    """Bytes of the whole tensors: a gather's output, other collectives' input."""
     fqns: tuple[str, ...]
-    """Of its parameters; none for a collective of the user's own."""
+    """FQNs of its parameters; none for a collective of the user's own."""
 
     def __str__(self) -> str:
         return f"{self.name} of {self.about}: {', '.join(self.fqns)}"
@@ -40,12 +40,12 @@ class RecordedCollective(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """Of one graph."""
+    """The record of one graph."""
 
     direction: str
     """``"forward"`` or ``"backward"``."""
     about: tuple[str, ...]
-    """What was compiled: the same on every rank."""
+    """Facts about the compilation that are the same on every rank, one line each."""
     groups: tuple[str, ...]
     """Names of process groups that compare in any case."""
     issued: tuple[RecordedCollective, ...]
@@ -53,9 +53,9 @@ class Record:
     order: tuple[int, ...]
     """``i`` where collective ``i`` is issued, ``-1 - i`` where it is awaited."""
     summary: str = ""
-    """What was planned."""
+    """The plan and its prediction, one line."""
     warnings: tuple[str, ...] = ()
-    """What makes it worse than planned."""
+    """Reasons why the graph is worse than planned."""
     report: Mapping[str, str] | None = None
     """``Report.packed()``."""
 
@@ -79,7 +79,7 @@ class Record:
 
 
 def record_graph(direction: str, about: Sequence[str], groups: Iterable[str], steps: Iterable[Node]) -> Record:
-    """Of a graph whose collectives and waits are ``steps``, in this order."""
+    """Return the record of a graph whose collectives and waits are ``steps``, in this order."""
     issued, order = _sequence(steps)
     return Record(direction, (f"torch {torch.__version__}", *about), tuple(groups), issued, order)
 

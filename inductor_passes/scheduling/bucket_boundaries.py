@@ -62,7 +62,7 @@ def _cut(chain: Sequence[_Use], ways: Sequence[Way]) -> list[Boundaries]:
     late = np.full_like(free, np.inf)
     free[0, :, 0] = late[0, :, 0] = 0.0
     came = np.zeros((*free.shape, 2), dtype=int)
-    """Of each pair, the prefix without the last bucket, and which pair of that."""
+    """For each pair, the prefix without the last bucket, and the number of that prefix's pair."""
     for end in range(1, len(chain) + 1):
         begin = max(0, end - _WINDOW)
         channel, overhead, nbytes = map(np.array, zip(*_last_buckets(chain[begin:end]), strict=True))
@@ -79,7 +79,7 @@ def _cut(chain: Sequence[_Use], ways: Sequence[Way]) -> list[Boundaries]:
 
 
 def _last_buckets(chain: Sequence[_Use]) -> Iterator[tuple[float, float, int]]:
-    """Of all of ``chain``, of all but the first, ...: seconds of its channel, of compute that is lost, and bytes."""
+    """Yield, for ``chain``, ``chain[1:]``, ...: seconds on the channel, seconds of lost compute, and bytes."""
     found = []
     sums: dict[CollectiveKind, tuple[int, int]] = {}
     for use in reversed(chain):
@@ -96,8 +96,10 @@ def _last_buckets(chain: Sequence[_Use]) -> Iterator[tuple[float, float, int]]:
 
 
 def _undominated(done: Numbers, delay: Numbers) -> Places:
-    """Of the pairs in each row, the places of those that no other beats in both respects: ``_FRONT``, evenly chosen,
-    -1 where there are fewer."""
+    """Return the places, in each row, of pairs that no other pair beats in both respects.
+
+    There are ``_FRONT`` places in each row, evenly chosen, -1 where there are fewer pairs.
+    """
     order = np.lexsort((delay, done))
     sorted_delay = np.take_along_axis(delay, order, 1)
     before = np.minimum.accumulate(sorted_delay, axis=1)

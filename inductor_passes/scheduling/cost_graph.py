@@ -9,25 +9,25 @@ from typing import NamedTuple
 
 
 class CollectiveKind(NamedTuple):
-    """What collectives must have in common to be merged, and what they cost."""
+    """Costs of a collective; collectives of one kind can be merged."""
 
     channel: str
-    """Their process group."""
+    """Name of the process group, which carries out one collective after the other."""
     alpha_s: float
     s_per_byte: float
-    """Of the whole tensor: a gather's output, a reduction's input."""
+    """Seconds for each byte of the whole tensor: a gather's output, a reduction's input."""
     issue_s: float = 0.0
-    """Compute time that is lost by issuing and awaiting one."""
+    """Compute time that is lost by issuing and awaiting one collective."""
     copy_s_per_byte: float = 0.0
     """Compute time of unpacking a bucket's weights, or of packing its gradients or shards."""
     shard: float = 0.0
-    """Part of the whole tensor that one rank has: shards of several members are packed before they are gathered."""
+    """The part of the whole tensor that one rank has; shards of several members are packed before they are gathered."""
     issue_s_per_byte: float = 0.0
-    """Compute time that is lost, besides, for each byte: compute is slower meanwhile."""
+    """Compute time that is lost, besides, for each byte of the whole tensor: compute is slower meanwhile."""
     all_reduce_after: "CollectiveKind | None" = None
-    """Of the all-reduce that follows, per byte of the same tensor."""
+    """The kind of the all-reduce that follows a reduce-scatter, per byte of the same tensor."""
     name: str = ""
-    """Tells apart what costs the same but cannot be merged."""
+    """A name that tells apart kinds that cost the same but cannot be merged."""
 
     def seconds(self, nbytes: int) -> float:
         return self.alpha_s + nbytes * self.s_per_byte
@@ -37,39 +37,39 @@ class Gather(NamedTuple):
     fqn: str
     kind: CollectiveKind
     nbytes: int
-    """Of the full weight."""
+    """Bytes of the full weight."""
     first_use_slot: int
-    """The first step that reads it; the number of steps if none does."""
+    """The first step that reads the weight; the number of steps if none does."""
     last_use_slot: int
-    """The last step that reads it; the number of steps if it outlives the graph."""
+    """The last step that reads the weight; the number of steps if the weight outlives the graph."""
     prepared: int = 0
-    """Bytes of what is made of the shard to be gathered alone: cast or padded; 0 if it is gathered as it is."""
+    """Bytes of the cast or padded copy of the shard that is gathered alone; 0 if the shard is gathered as it is."""
 
 
 class Reduction(NamedTuple):
     fqn: str
     kind: CollectiveKind
     nbytes: int
-    """Of the full gradient."""
+    """Bytes of the full gradient."""
     ready_slot: int
-    """The slot in which it is complete: behind the step of one less."""
+    """The slot in which the gradient is complete: directly behind the step that makes it."""
     result: int = 0
     """Bytes of the reduced shard, which outlives the graph."""
 
 
 class CostGraph(NamedTuple):
-    """A forward or a backward graph, as far as its schedule is concerned."""
+    """A forward or a backward graph, as its schedule sees it."""
 
     seconds: tuple[float, ...]
-    """Of each step of compute."""
+    """One entry per step of compute."""
     live_bytes_in_step: tuple[int, ...]
-    """In use during each, without what gathers and reductions need."""
+    """Bytes in use during each step, without the memory of gathers and reductions; one entry per step."""
     live_bytes_at_slot: tuple[int, ...]
-    """The same in each slot; one more than there are steps."""
+    """Bytes in use in each slot, without the memory of gathers and reductions; one entry more than there are steps."""
     gathers: tuple[Gather, ...]
-    """By first use."""
+    """Gathers by first use."""
     reductions: tuple[Reduction, ...]
-    """By when they are complete."""
+    """Reductions by the slot in which their gradients are complete."""
 
     def has_all_reduce(self, members: Iterable[int]) -> bool:
         """Whether any of these reductions is followed by an all-reduce."""

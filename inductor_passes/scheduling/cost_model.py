@@ -35,40 +35,45 @@ _aten = torch.ops.aten
 
 
 class DeviceProfile(Protocol):
-    """What a device can do (``simplefsdp.HardwareProfile``)."""
+    """Interface of a device's profile (``simplefsdp.HardwareProfile``)."""
 
     @property
     def launch_s(self) -> float:
-        """Of a kernel, whatever it does."""
+        """Seconds of launching a kernel, whatever it does."""
 
     @property
     def collective_launch_s(self) -> float:
-        """Compute time that issuing and awaiting a collective takes."""
+        """Seconds of compute that issuing and awaiting a collective takes."""
 
     @property
     def contention(self) -> float:
-        """Part of a collective's time that compute loses meanwhile."""
+        """The part of a collective's time that compute loses meanwhile."""
 
     @property
     def collective_s_per_byte(self) -> float:
-        """Compute time that is lost, besides, for each byte of a collective's tensor."""
+        """Seconds of compute that are lost, besides, for each byte of a collective's tensor."""
 
     def compute_s(self, kind: str, dtype: torch.dtype, flops: float) -> float:
-        """Of one ``"matmul"`` or ``"attention"`` of so many operations."""
+        """Return the seconds of one ``"matmul"`` or ``"attention"`` with so many operations."""
 
     def memory_s(self, nbytes: float) -> float:
-        """Of a kernel that reads and writes so many bytes."""
+        """Return the seconds of a kernel that reads and writes so many bytes."""
 
     def collective_s(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
-        """Of a collective over these ranks: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``,
-        ``"broadcast"``; ``nbytes`` of the whole tensor."""
+        """Return the seconds of a collective over these ranks.
+
+        Args:
+            kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or ``"broadcast"``.
+            ranks: of the whole world.
+            nbytes: bytes of the whole tensor.
+        """
 
 
 class NodeCosts(NamedTuple):
-    """Of a graph's compute nodes; what is not there costs nothing."""
+    """Costs of a graph's compute nodes; a node without an entry costs nothing."""
 
     seconds: dict[Node, float]
-    """A region's are those of its last node."""
+    """Seconds of a kernel; a region's are the entry of its last node."""
     stored: dict[Node, int]
     """Bytes that a node puts into memory."""
     runs: dict[Node, Node]
@@ -76,7 +81,7 @@ class NodeCosts(NamedTuple):
 
 
 def node_costs(graph: Graph, profile: DeviceProfile) -> NodeCosts:
-    """What the nodes of a forward or backward graph cost, but parameters' collectives and what only belongs to them."""
+    """Return the costs of a forward or backward graph's nodes, without the collectives of parameters."""
     regions = _regions(graph)
     seconds: dict[Node, float] = {}
     stored: dict[Node, int] = {}
@@ -134,7 +139,7 @@ def _regions(graph: Graph) -> dict[Node, Node]:
 
 
 def _seconds(node: Node, profile: DeviceProfile) -> float:
-    """Of a kernel of its own."""
+    """Seconds of a node that is a kernel of its own."""
     moved = _nbytes(node) + sum(_read(node, source) for source in _sources(node))
     flops, kind = _flops(node)
     seconds = profile.memory_s(moved)
@@ -171,7 +176,7 @@ def _computes(node: Node) -> bool:
 
 
 def _own_collective(node: Node) -> str:
-    """What a collective that is no parameter's is taken for; empty if ``node`` is none."""
+    """The kind of collective that ``node`` is, if it is the model's own; else an empty string."""
     packet = getattr(node.target, "_overloadpacket", None) if _communicates(node) and FQNS not in node.meta else None
     return _OWN.get(packet.__name__, "") if packet else ""
 
@@ -254,7 +259,7 @@ def _tensors(node: Node) -> list[Tensor]:
 
 
 def _shape(value: Any) -> Any:
-    """Of a tensor, as far as it is known: what is computed from symbolic sizes would set guards."""
+    """Shape of a tensor with hints in place of symbolic sizes, as computing with symbols would set guards."""
     return tuple(map(size_hint, value.shape)) if isinstance(value, Tensor) else value
 
 
@@ -274,7 +279,7 @@ _COPIED = 16 << 20
 def cost_graph_of(
     graph: Graph, profile: DeviceProfile, given: Collection[str] = (), alike: EquivalentGroups = _NONE
 ) -> CostGraph:
-    """What there is to schedule in a forward or backward graph, before its collectives are merged.
+    """Return a forward or backward graph as its schedule sees it, before its collectives are merged.
 
     ``given``: names of inputs that somebody else holds, as parameters; others are freed when they are read. ``alike``:
     groups, of which one may be spread over more nodes than another; all are taken for the slowest, as all ranks must
@@ -336,7 +341,7 @@ def _leaves_the_device(reduced: Node) -> bool:
 
 
 class _Kinds(NamedTuple):
-    """What collectives cost, and which can be merged."""
+    """The kinds of a graph's collectives: costs, and which can be merged."""
 
     profile: DeviceProfile
     alike: EquivalentGroups

@@ -62,7 +62,7 @@ class ScheduledBucket(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """What is issued and awaited in which slot of a ``CostGraph``; both sequences are in the order of issue."""
+    """Slots of all buckets of a ``CostGraph``; both sequences are in the order of issue."""
 
     gathers: tuple[ScheduledBucket, ...]
     reductions: tuple[ScheduledBucket, ...]

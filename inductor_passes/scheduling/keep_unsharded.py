@@ -14,7 +14,7 @@ from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.search import QUICK, TIME_TOLERANCE, search_schedule
 
 _PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
-"""Of the bytes of all weights that may be kept, how many are tried, besides none and the first weight."""
+"""Parts of the bytes of all weights that may be kept unsharded; each is tried, besides none and the first weight."""
 
 
 def choose_unsharded(

@@ -22,7 +22,7 @@ def live_bytes(
     runs: Mapping[Node, Node],
     users: Callable[[Node], Collection[Node]],
 ) -> LiveBytes:
-    """What ``stored`` values (bytes by node) hold: each from the kernel that makes it to the last that reads it.
+    """Return the bytes in use by ``stored`` values, each from the kernel that makes it to the last that reads it.
 
     ``compute``: the nodes in order. ``runs``: the node in whose place one that is fused with others runs. ``users``:
     who reads a node's memory. Values among ``stored`` that are inputs of the graph live from its start, outputs to its

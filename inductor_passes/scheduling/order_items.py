@@ -1,4 +1,4 @@
-"""What ``order`` and the cost model ask of a graph's nodes: needs, role in communication, place among compute nodes.
+"""Nodes of a graph as ``order`` and the cost model see them: needs, role in communication, place among compute.
 
 ``graph_items`` answers for FX nodes, ``kernel_items`` (``inductor_order.py``) for Inductor's kernels.
 """

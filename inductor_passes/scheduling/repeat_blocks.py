@@ -1,4 +1,4 @@
-"""What there is to schedule in a model of many alike blocks, from a graph of a few.
+"""Make the cost graph of a model with many equal blocks from the cost graph of a model with a few.
 
 Blocks are alike in what their compute costs and in what they leave in memory, but for the first and the last ones,
 around which partitioners save other things. So the piece of a graph between the same place of two neighbouring blocks,
@@ -72,7 +72,7 @@ def repeat_blocks(graph: CostGraph, blocks: int, number: Numbered, renamed: Rena
 
 
 class _Piece(NamedTuple):
-    """Of a graph, to be repeated."""
+    """A piece of a graph that is repeated."""
 
     begin: int
     end: int
@@ -92,7 +92,7 @@ class _Piece(NamedTuple):
         return place if place <= self.begin else place + self.times * self.steps
 
     def inserted(self, values: Sequence[float], growth: int = 0) -> tuple[float, ...]:
-        """Those of the longer graph, each copy of the piece ``growth`` more than the one before."""
+        """Return the values of the longer graph, each copy of the piece ``growth`` more than the copy before."""
         before = self.times * max(0, -growth)
         found = [value + before for value in values[: self.end]]
         for copy in range(1, self.times + 1):
@@ -101,7 +101,7 @@ class _Piece(NamedTuple):
 
 
 def _marks(graph: CostGraph, number: Numbered) -> list[tuple[int, int]]:
-    """Of each block, in the order in which they run: its number and a step that is at the same place in all."""
+    """Return, for each block in the order of running, its number and a step that is at the same place in all blocks."""
     found: dict[int, int] = {}
     reduced = [(number(member.fqn), member.ready_slot) for member in graph.reductions]
     places = reduced or [(number(member.fqn), member.first_use_slot) for member in graph.gathers]
@@ -116,7 +116,7 @@ def _marks(graph: CostGraph, number: Numbered) -> list[tuple[int, int]]:
 
 
 def _alike(graph: CostGraph, marks: Sequence[int]) -> int:
-    """Of the pieces between ``marks``, the first behind the first that is like the one that follows."""
+    """Return the number of the piece behind the first piece that equals the piece that follows it."""
     pieces = [_of_piece(graph, begin, end) for begin, end in pairwise(marks)]
     for i, (one, other) in enumerate(pairwise(pieces[1:]), 1):
         if one == other:
@@ -125,7 +125,7 @@ def _alike(graph: CostGraph, marks: Sequence[int]) -> int:
 
 
 def _of_piece(graph: CostGraph, begin: int, end: int) -> tuple[Any, ...]:
-    """What neighbouring blocks have in common, if they are alike."""
+    """The costs of a piece, to compare neighbouring blocks by."""
     bytes_before = graph.live_bytes_at_slot[begin]
     memory = [
         nbytes - bytes_before

@@ -1,4 +1,4 @@
-"""What a plan costs on one graph, predicted: a replay of compute, collectives and memory, step by step.
+"""Predict what a plan costs on one graph: a replay of compute, collectives and memory, step by step.
 
 ::
 
@@ -48,11 +48,11 @@ class CollectiveSpan(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The prediction for a graph."""
+    """The replay of a schedule on one graph; times in seconds since the graph began."""
 
     seconds: float
     exposed: float
-    """Of the seconds, those in which compute waited for a collective."""
+    """Seconds in which compute waited for a collective; part of ``seconds``."""
     peak: int
     """Most bytes in use at a time."""
     starts: tuple[float, ...]
@@ -207,7 +207,7 @@ def replay(graph: CostGraph, schedule: Schedule) -> Timeline:
 
 
 class _Action(IntEnum):
-    """What a replay does for a bucket."""
+    """An action of a replay for one bucket."""
 
     ISSUE_GATHER = 0
     AWAIT_GATHER = 1

@@ -37,16 +37,16 @@ from inductor_passes.scheduling.issue_points import Schedule, ScheduledBucket
 from inductor_passes.scheduling.replay import CollectiveSpan, Replay, Timeline, replay
 
 TIME_TOLERANCE = 0.005
-"""Of the predicted time, what is given for less memory where nothing limits it: less than predictions err by."""
+"""The part of the predicted time that is given up for less memory without a limit: less than predictions err by."""
 
 _MARGINS = (0.5, 2.0)
-"""Of a gather's time: how much earlier than necessary it is issued, besides as early as there is room."""
+"""How much earlier than necessary a gather is issued, in parts of its time; tried besides as early as memory allows."""
 _STEPS = 5
 """How many changes at once are tried of the best in the end."""
 
 
 class Effort(NamedTuple):
-    """How much is tried."""
+    """The amount of work of a search."""
 
     speeds: tuple[float, ...] = (1.0, 3.0)
     """How much slower communication is taken for when cutting: it shares its channel, and may be late."""
@@ -70,12 +70,12 @@ class ReplayedSchedule(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """What ``_arrange`` makes a schedule of."""
+    """Inputs of ``_arrange``, which makes a schedule of them."""
 
     gathers: Boundaries
     reductions: Boundaries
     margin: float = math.inf
-    """Of a gather's time: how much earlier than necessary it is issued. Infinite: as soon as there is room for it."""
+    """How much earlier than necessary a gather is issued, in parts of its time; infinite: as soon as memory allows."""
     gathers_first: bool = False
     """Whether reductions are held back while a gather is late."""
     memory_limit: float = math.inf
@@ -274,7 +274,7 @@ def _descend(
 
 
 def _schedules_around(graph: CostGraph, schedule: Schedule, steps: int) -> Iterator[Schedule]:
-    """What up to so many changes make of a schedule, each once, what fewer make first."""
+    """Yield each schedule that up to ``steps`` changes make of a schedule, once, fewer changes first."""
     seen, ring = {schedule}, [schedule]
     for _ in range(steps):
         reached = ring

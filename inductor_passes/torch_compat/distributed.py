@@ -7,7 +7,7 @@ import torch
 from inductor_passes.torch_compat.version import VERSION
 
 OUT_FORMS_REACH_PYTHON_GROUPS = VERSION >= (2, 15)
-"""Of functional collectives; before, they need a backend in C++."""
+"""Whether the out forms of functional collectives reach process groups in Python; before 2.15 they need C++."""
 
 
 def default_store() -> Any:

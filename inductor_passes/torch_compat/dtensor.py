@@ -24,7 +24,7 @@ def dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], 
 
 
 def local_tensor(value: Any) -> Any:
-    """What this rank has of a ``DTensor``, the same memory and not differentiable; anything else as it is."""
+    """Return this rank's part of a ``DTensor``, the same memory, not differentiable; any other value as it is."""
     return value._local_tensor if isinstance(value, DTensor) else value
 
 

@@ -8,7 +8,7 @@ import torch
 
 
 def as_dtypes(dtypes: Sequence[torch.dtype | int]) -> list[torch.dtype]:
-    """What an operator written in Python gets for a ``ScalarType[]``: before 2.12 these are numbers."""
+    """Return the dtypes that an operator in Python gets for a ``ScalarType[]``: numbers before torch 2.12."""
     return [dtype if isinstance(dtype, torch.dtype) else _dtype(dtype) for dtype in dtypes]
 
 

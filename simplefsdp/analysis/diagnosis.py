@@ -11,18 +11,21 @@ from inductor_passes.scheduling.replay import CollectiveSpan, Timeline, replay
 Cause = Literal["nothing", "dependency", "channel", "memory", "compute", "plan"]
 
 _NEGLIGIBLE = 1e-4
-"""Of the graph's time: what takes less than that more, or less, is as fast."""
+"""Schedules whose times differ by less than this part of the graph's time count as equally fast."""
 
 
 class Diagnosis(NamedTuple):
-    """Of one bucket."""
+    """Diagnosis of one bucket: what hides or exposes its collectives, and what would change that."""
 
     spans: tuple[CollectiveSpan, ...]
     """Its collectives, in the order in which they are awaited."""
     bound: Cause
-    """What keeps it from being hidden. ``"dependency"``: the graph begins or ends there. ``"channel"``: its process
-    group is busy when it is issued. ``"memory"``: issued earlier, or awaited later, it does not fit.
-    ``"compute"``: that would not be faster; ``"plan"``: it would. ``"nothing"``: it is hidden."""
+    """Reason why the bucket's collectives are exposed.
+
+    ``"dependency"``: the graph begins or ends there. ``"channel"``: the process group is busy at the issue.
+    ``"memory"``: an earlier issue, or a later wait, does not fit. ``"compute"``: an earlier issue would not be faster;
+    ``"plan"``: it would be. ``"nothing"``: the collectives are hidden.
+    """
     where: str
     """The same in words."""
     closed: str
@@ -35,7 +38,7 @@ class Diagnosis(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """What another schedule takes more than the one at hand."""
+    """Difference between another schedule and the one at hand, in seconds and bytes."""
 
     seconds: float
     over: float
@@ -43,7 +46,11 @@ class _Change(NamedTuple):
 
 
 def diagnose(graph: CostGraph, schedule: Schedule, memory_limit: float) -> tuple[list[Diagnosis], list[Diagnosis]]:
-    """Of each bucket of gathers, and of reductions. ``memory_limit``: bytes that the graph may need."""
+    """Return a diagnosis for each bucket of gathers, and for each bucket of reductions.
+
+    Args:
+        memory_limit: bytes that the graph may need at most.
+    """
     replayed = replay(graph, schedule)
 
     def change(other: Schedule) -> _Change:

@@ -21,9 +21,9 @@ from simplefsdp.text.units import gib, ms
 ROWS = 12
 """How many buckets the text shows, those that are exposed longest first, if it is not to show all."""
 _WORTH = 0.01
-"""Of the throughput: what a change must gain to be proposed, more than ``auto`` gives for memory."""
+"""The part of the throughput that a change must gain to be proposed: more than ``auto`` gives up for memory."""
 _SUMS = ("step_s", "exposed_s", "communication_s")
-"""Of a measurement."""
+"""Fields of a measurement that ``to_json`` adds, in seconds."""
 _OF_BATCH = ("seconds", "live_bytes_in_step", "live_bytes_at_slot")
 """Fields of a ``CostGraph`` that grow with the batch."""
 
@@ -49,9 +49,9 @@ class BucketExplanation:
     """``"forward"``, ``"backward"`` (gathers) or ``"reductions"``, as in ``BucketPlan``."""
     parameters: tuple[str, ...]
     nbytes: int
-    """Of the full weights or gradients."""
+    """Bytes of the full weights or gradients."""
     held_bytes: int
-    """Of these, and of what is packed to be gathered."""
+    """Bytes of these, and of what is packed to be gathered."""
     held_s: float
     """From when it is issued until the last weight was read for the last time, or the last gradient reduced."""
     issued_s: float
@@ -60,9 +60,9 @@ class BucketExplanation:
     awaited_s: float
     communication_s: float
     hidden_s: float
-    """Of the communication, what compute does not wait for."""
+    """Seconds of communication that compute does not wait for."""
     exposed_s: float
-    """That compute waits, also for what is before it in its process group."""
+    """Seconds that compute waits, also for collectives that come before in the same process group."""
     bound: Cause
     where: str
     """Why it is not issued earlier, or awaited later."""
@@ -73,25 +73,25 @@ class BucketExplanation:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """What another choice is predicted to bring."""
+    """Another choice and the gain that is predicted for it."""
 
     what: str
     gain: float
-    """Of the throughput: 0.1 is a tenth more tokens a second."""
+    """Part of the throughput: 0.1 is a tenth more tokens a second."""
     step_s: float
     peak_bytes: int
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Of one compiled step."""
+    """A plan with its prediction, the reasons behind it and, if there is one, its measurement."""
 
     plan: BucketPlan
     costs: StepCosts
     replayed: tuple[Timeline, Timeline]
     """Forward and backward, as predicted."""
     measurement: Measurement | None = None
-    """Of ``simplefsdp.measure``, if there is one."""
+    """Result of ``simplefsdp.measure``, if the step was measured."""
 
     @functools.cached_property
     def prediction(self) -> Prediction:
@@ -105,7 +105,7 @@ class Explanation:
 
     @property
     def memory_limit_bytes(self) -> float:
-        """That the step may need; infinite: no limit."""
+        """Bytes that the step may need at most; infinite: no limit."""
         return self.costs.memory_limit_bytes + self.costs.resident_bytes
 
     @property
@@ -128,12 +128,12 @@ class Explanation:
 
     @property
     def compute_s(self) -> float:
-        """Of the step, in its graphs."""
+        """Seconds of compute in the step's graphs."""
         return sum(sum(graph.seconds) for graph in self.costs.cost_graphs)
 
     @property
     def overhead_s(self) -> float:
-        """Of the step, what compute loses to collectives besides waiting: copies, issuing, contention."""
+        """Seconds that compute loses to collectives besides waiting: copies, issuing, contention."""
         predicted = self.prediction
         return predicted.forward_s + predicted.backward_s - predicted.exposed_s - self.compute_s
 
@@ -144,8 +144,10 @@ class Explanation:
 
     @functools.cached_property
     def keeping(self) -> Suggestion | None:
-        """What it would bring to keep whole the weights that backward gathers again and that the planner would keep, if
-        there are any."""
+        """The gain of keeping unsharded the weights that the planner would keep and that backward gathers again.
+
+        ``None``: there are no such weights.
+        """
         again = [gather.fqn for gather in self.costs.backward.gathers]
         kept = choose_unsharded(*self.costs.cost_graphs, again, self.costs.memory_limit_bytes)
         if not kept:
@@ -173,7 +175,7 @@ class Explanation:
         return json.dumps(fields, indent=1) + "\n"
 
     def summary(self) -> str:
-        """What is planned, and what it takes."""
+        """Return a few lines about the plan and what it takes."""
         predicted = self.prediction
         elements = sum(math.prod(shape) for _, shape in self.plan.parameters)
         limit = f" of {gib(self.memory_limit_bytes)}" if self.memory_limit_bytes < math.inf else ""
@@ -224,7 +226,7 @@ class Explanation:
 
 
 def explain(plan: BucketPlan, costs: StepCosts, measurement: Measurement | None = None) -> Explanation:
-    """What ``plan`` does with a step that costs this, why, and what was measured of it."""
+    """Return what ``plan`` makes of a step with these costs, why, and how it was measured."""
     return Explanation(plan, costs, timelines(plan, costs.cost_graphs), measurement)
 
 

@@ -41,7 +41,7 @@ class _Picture(NamedTuple):
 
     @property
     def unit(self) -> tuple[str, int]:
-        """Of memory, for people."""
+        """The unit in which memory is drawn, and its bytes."""
         return ("GiB", 2**30) if max(nbytes for _, nbytes in self.memory) >= 2**30 else ("MiB", 2**20)
 
 
@@ -59,7 +59,7 @@ def write_html_report(folder: Path, explanation: Explanation) -> list[Path]:
 
 
 def _picture(events: Sequence[dict[str, Any]]) -> _Picture:
-    """Of the events of ``timeline.json`` (``trace.py``)."""
+    """Return the bars and the memory curve of the events of ``timeline.json`` (``timeline_trace.py``)."""
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     tracks = {
         (e["pid"], e["tid"]): f"{processes[e['pid']]}: {e['args']['name']}"

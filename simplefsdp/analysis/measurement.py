@@ -1,4 +1,4 @@
-"""What was measured of a training step: its collectives, by the graphs that issued them."""
+"""Measurements of a training step: its collectives, by the graphs that issued them."""
 
 import json
 import math
@@ -10,15 +10,15 @@ from simplefsdp.text.messages import fqn_range
 
 
 class MeasuredCollective(NamedTuple):
-    """A collective as it went; seconds since its graph began to run."""
+    """A measured collective; times in seconds since its graph began to run."""
 
     name: str
-    """Of the functional operator: ``"all_gather_into_tensor"``."""
+    """Name of the functional operator: ``"all_gather_into_tensor"``."""
     parameters: tuple[str, ...]
     """FQNs; none for a collective of your own."""
     group: str
     nbytes: int
-    """Of the whole tensors."""
+    """Bytes of the whole tensors."""
     issued_s: float
     started_s: float
     """When its process group was done with what had been issued before; ``issued_s``, where that is not known."""
@@ -28,13 +28,13 @@ class MeasuredCollective(NamedTuple):
 
     @property
     def exposed_s(self) -> float:
-        """That the one who waited was held up."""
+        """Seconds that the waiting thread or stream was held up."""
         return max(0.0, self.finished_s - self.awaited_s)
 
 
 @dataclass(frozen=True)
 class GraphRun:
-    """Of one compiled graph."""
+    """One run of a compiled graph and its collectives."""
 
     direction: str
     """``"forward"`` or ``"backward"``."""
@@ -47,10 +47,10 @@ class GraphRun:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of some steps; what is in them is of the one that took the median time."""
+    """Times of some training steps, and the collectives of the step that took the median time."""
 
     steps_s: tuple[float, ...]
-    """Of each, in the order they were made."""
+    """Seconds of each step, in the order in which the steps were made."""
     runs: tuple[GraphRun, ...]
 
     @property

@@ -68,7 +68,7 @@ def _is_rehearsal() -> bool:
 
 @contextmanager
 def _records(mark: Callable[[], Any]) -> Iterator[list[tuple[Record, Any]]]:
-    """Of the graphs that run meanwhile, with what ``mark`` gives when each begins."""
+    """Collect the records of graphs that run meanwhile, each with the value of ``mark()`` when the graph begins."""
     found: list[tuple[Record, Any]] = []
 
     def note(record: Record) -> None:
@@ -115,7 +115,7 @@ _OTHER_ORDER = "measure: the {} graph did not issue, in the order that it was co
 
 
 class Event(NamedTuple):
-    """What the profiler saw on the host; times in seconds."""
+    """An event that the profiler saw on the host; times in seconds."""
 
     name: str
     thread: int
@@ -124,7 +124,7 @@ class Event(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What it saw on a GPU: a kernel, a copy, a fill; times in seconds."""
+    """An event that the profiler saw on a GPU: a kernel, a copy or a fill; times in seconds."""
 
     stream: int
     launched: float
@@ -154,8 +154,10 @@ def _profiled(step_fn: Callable[[], Any]) -> tuple[float, list[GraphRun]]:
 
 
 def seen_in(trace_events: Iterable[dict[str, Any]]) -> tuple[list[Event], list[Kernel]]:
-    """Of a trace in Chrome's format, as torch's profiler writes it. What a GPU does has the number of the call of the
-    CUDA runtime that launched it: ``correlation``."""
+    """Return the host's and the GPU's events of a trace in Chrome's format, as torch's profiler writes it.
+
+    An event on a GPU carries, as ``correlation``, the number of the CUDA runtime's call that launched it.
+    """
     complete = [event for event in trace_events if event.get("ph") == "X"]
     launched: dict[int, float] = {}
     events, gpu = [], []
@@ -190,7 +192,7 @@ def runs_of(records: Sequence[Record], events: Sequence[Event], kernels: Sequenc
 
 
 def _outermost(events: Iterator[Event]) -> Iterator[Event]:
-    """Of the functional collectives and waits of one thread, those that no other has issued."""
+    """Yield those functional collectives and waits of one thread that no other one has issued."""
     end = -math.inf
     for event in events:
         if event.name.startswith(_C10D) and event.start >= end:
@@ -199,7 +201,7 @@ def _outermost(events: Iterator[Event]) -> Iterator[Event]:
 
 
 class _Gloo:
-    """What the threads of gloo's process groups carried (one each, see ``gloo.py``): one collective after the other."""
+    """Collectives that the threads of gloo's process groups carried out, one thread each (``gloo.py``), in order."""
 
     def __init__(self, events: Iterable[Event]):
         self._of_thread: dict[int, deque[Event]] = {}
@@ -222,7 +224,7 @@ class _Gloo:
 
 
 class _Device:
-    """What a GPU's streams did. The one that did most is that of compute, the others those of NCCL's groups."""
+    """Events of a GPU. The stream with the most events is that of compute, the others are those of NCCL's groups."""
 
     def __init__(self, kernels: Iterable[Kernel]):
         kernels = sorted(kernels, key=lambda kernel: kernel.launched)
@@ -238,7 +240,7 @@ class _Device:
         return max(when, self._done[earlier - 1]) if earlier else when
 
     def carried(self, issue: Event) -> Kernel | None:
-        """What ``issue`` launched on another stream, as one."""
+        """Return the kernels that ``issue`` launched on another stream, as one event."""
         own = [kernel for kernel in self._others if issue.start <= kernel.launched <= issue.end]
         return own[0]._replace(end=max(kernel.end for kernel in own)) if own else None
 

@@ -1,4 +1,4 @@
-"""What a plan is predicted to take, before it is run: time, exposed communication and memory of a step."""
+"""Predict what a plan takes, before it is run: time, exposed communication and memory of a step."""
 
 import json
 import math
@@ -17,19 +17,24 @@ from simplefsdp.plan.bucket_plan import BucketPlan
 
 
 class StepState(NamedTuple):
-    """What a step holds and does of parameters outside of its graphs, on the rank that has most."""
+    """Memory and work of a step outside of its graphs, for its parameters, on the rank that has most of them."""
 
     parameters: int = 0
-    """How many."""
+    """Number of parameters."""
     resident_bytes: int = 0
-    """Of their shards and the optimizer's state."""
+    """Bytes of their shards and of the optimizer's state."""
     updated_bytes: int = 0
-    """That the optimizer reads and writes."""
+    """Bytes that the optimizer reads and writes."""
 
 
 def step_state(parameters: Iterable[tuple[ShardedParameter, torch.dtype, bool]]) -> StepState:
-    """Of parameters, with the dtype of their shards and whether they are trained, by Adam with two float32 moments:
-    it reads the shard, its gradient and both moments, and writes the shard and both."""
+    """Return the state of a step that trains these parameters by Adam with two float32 moments.
+
+    Adam reads the shard, its gradient and both moments, and writes the shard and both moments.
+
+    Args:
+        parameters: each with the dtype of its shard and whether it is trained.
+    """
     count = resident = updated = 0
     for info, dtype, trained in parameters:
         numel = _shard_numel(info)
@@ -42,7 +47,7 @@ def step_state(parameters: Iterable[tuple[ShardedParameter, torch.dtype, bool]])
 
 
 _MOMENTS_BYTES = 8
-"""For each element of a shard."""
+"""Bytes of both moments for each element of a shard."""
 
 
 def _shard_numel(info: ShardedParameter) -> int:
@@ -55,17 +60,17 @@ def _shard_numel(info: ShardedParameter) -> int:
 
 
 class StepCosts(NamedTuple):
-    """All that a prediction depends on, but for the plan."""
+    """Everything that a prediction depends on, except the plan."""
 
     profile: str
     forward: CostGraph
     backward: CostGraph
-    """Without compute, of a graph that is not trained."""
+    """The backward graph; without compute if nothing is trained."""
     resident_bytes: int
     outside_s: float
-    """Of a step, outside of its graphs."""
+    """Seconds of a step outside of its graphs."""
     memory_limit_bytes: float
-    """That the graphs may need besides; infinite: no limit."""
+    """Bytes that the graphs may need besides ``resident_bytes``; infinite: no limit."""
 
     @property
     def cost_graphs(self) -> tuple[CostGraph, CostGraph]:
@@ -114,7 +119,7 @@ class StepCosts(NamedTuple):
 def step_costs(
     cost_graphs: Sequence[CostGraph], state: StepState, profile: HardwareProfile, memory_limit_bytes: float
 ) -> StepCosts:
-    """Of a forward and a backward graph; an optimizer's step belongs to those with a backward."""
+    """Return the costs of a step with a forward and a backward graph; only a step with a backward has an optimizer."""
     forward, backward = cost_graphs
     outside = profile.parameter_s * state.parameters + profile.memory_s(state.updated_bytes)
     outside = outside if backward.seconds else 0.0
@@ -133,12 +138,12 @@ class Prediction:
     outside_s: float
     """Guards and the optimizer, but not what else there is between the graphs: a loss of its own, a data loader."""
     exposed_s: float
-    """Of both graphs, that compute waits for communication."""
+    """Seconds of both graphs in which compute waits for communication."""
     bound_s: float
     """Both graphs take no less than this under any plan."""
     peak_bytes: int
     resident_bytes: int
-    """Of the peak: shards and the optimizer's state."""
+    """Bytes of the peak that are shards and the optimizer's state."""
 
     @property
     def step_s(self) -> float:
@@ -173,7 +178,7 @@ def timelines(plan: BucketPlan, cost_graphs: Sequence[CostGraph]) -> tuple[Timel
 
 
 def predict(plan: BucketPlan, costs: StepCosts, replayed: Sequence[Timeline]) -> Prediction:
-    """What ``plan`` takes, ``replayed`` by ``timelines``."""
+    """Return the prediction for ``plan``, whose graphs ``timelines`` has ``replayed``."""
     first, second = replayed
     return Prediction(
         plan.hash,

@@ -18,7 +18,7 @@ _COMPUTE = 0
 
 
 def prediction_files(prediction: Prediction, costs: StepCosts, replayed: Sequence[Timeline]) -> dict[str, str]:
-    """What is predicted of a plan, as the files of a report, by name."""
+    """Return the prediction for a plan as the files of a report, by name."""
     return {
         "costs.json": costs.to_json(),
         "prediction.json": prediction.to_json(),
@@ -76,7 +76,7 @@ def add_measured_tracks(predicted: str, runs: Sequence[GraphRun]) -> str:
 
 
 _KINDS = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "reduce", "all_reduce": "all-reduce"}
-"""What predictions call these functional operators."""
+"""The names that predictions have for these functional operators."""
 _MEASURED = {"pid": 1}
 """In place of the process that predictions are in."""
 

@@ -84,7 +84,7 @@ class _Clock:
     def __init__(self, device: torch.device):
         self.device = device
         self.spreads: list[float] = []
-        """Of each call that was timed: by how much a quarter of its repeats took longer than the median."""
+        """For each timed call, the part of the median by which the slowest quarter of its repeats took longer."""
 
     def seconds(self, call: Callable[[int], object]) -> float:
         """Median of one ``call(i)``; ``i`` counts up."""
@@ -117,13 +117,13 @@ def _several(shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: tor
 
 
 def _call_s(clock: _Clock) -> float:
-    """Of an operator called from Python."""
+    """Seconds of calling an operator from Python."""
     a, out = torch.ones(8, 8, device=clock.device), torch.empty(8, 8, device=clock.device)
     return clock.seconds(lambda _: torch.mm(a, a, out=out))
 
 
 def _launch_s(clock: _Clock) -> float:
-    """Of a kernel in a compiled graph."""
+    """Seconds of launching a kernel in a compiled graph."""
     pairs = 32
 
     @torch.compile
@@ -137,7 +137,7 @@ def _launch_s(clock: _Clock) -> float:
 
 
 def _matmul(clock: _Clock, dtype: torch.dtype, launch: float) -> Curve:
-    """Of a batch of tokens with a weight, twice as wide: forward and both gradients, a third of the time each."""
+    """Rates of matmuls of tokens and a weight twice as wide: forward and both gradients, a third of the time each."""
     curve = []
     on_cpu = clock.device.type == "cpu"
     for rows in (16, 32, 64, 128, 256, 512, 1024) if on_cpu else (128, 256, 512, 1024, 2048, 4096, 8192):
@@ -155,7 +155,7 @@ def _matmul(clock: _Clock, dtype: torch.dtype, launch: float) -> Curve:
 
 
 def _attention(clock: _Clock, dtype: torch.dtype, launch: float) -> Curve:
-    """Causal, of 8 heads of 64, forward."""
+    """Rates of causal attention with 8 heads of 64, forward."""
     curve = []
     on_cpu = clock.device.type == "cpu"
     for seq in (64, 128, 256, 512, 1024, 2048) if on_cpu else (256, 512, 1024, 2048, 4096, 8192):
@@ -170,7 +170,7 @@ def _attention(clock: _Clock, dtype: torch.dtype, launch: float) -> Curve:
 
 
 def _memory(clock: _Clock) -> Curve:
-    """Of a gated activation, as TorchInductor compiles it; what calling that costs does not count."""
+    """Rates of a gated activation as TorchInductor compiles it, without the time of the call."""
 
     @torch.compile(dynamic=True)
     def gated(one: Tensor, other: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def _rate(size: float, seconds: float, launch: float, calls: int = 1) -> tuple[f
 
 
 def _collective_launch_s(clock: _Clock) -> float:
-    """Of issuing and awaiting a collective whose communication costs nothing."""
+    """Seconds of issuing and awaiting a collective whose communication costs nothing."""
     shard = torch.ones(64)
     with rehearsal.world(2, None):
         return clock.seconds(lambda _: _c10d.wait_tensor(_gather(shard)))
@@ -232,7 +232,7 @@ def _collective_s_per_byte() -> float:
 
 
 def _parameter_s(clock: _Clock, profile: HardwareProfile) -> float:
-    """Of a step of a model of small parameters, what is left if its graphs take what they are predicted to."""
+    """Seconds for each parameter of a step of small parameters, beyond the predicted time of its graphs."""
     free = replace(profile, network=flat("free", 2, alpha_s=1e-9, bandwidth_bytes_per_s=1e15))
     with rehearsal.world(2, None), tempfile.TemporaryDirectory() as folder:
         model = simple_fsdp(nn.Sequential(*(nn.Linear(8, 8) for _ in range(12))))

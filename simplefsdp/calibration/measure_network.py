@@ -19,7 +19,7 @@ _LATE_S = 0.002
 
 
 class GroupSweep(NamedTuple):
-    """Of one process group."""
+    """Measured times of collectives in one process group."""
 
     ranks: int
     sizes: tuple[int, ...]
@@ -56,7 +56,7 @@ _MEASURED: Mapping[str, Callable[[Tensor, dist.ProcessGroup], None]] = {
 
 
 def sweep(group: dist.ProcessGroup, device: torch.device, repeats: int) -> GroupSweep:
-    """What each kind and size takes on this rank. All ranks of ``group`` must call it.
+    """Measure what each kind and size of collective takes on this rank; all ranks of ``group`` must call this function.
 
     The last rank comes late, as in training one of them does, and it is its time that counts: gloo's all-gather takes
     longer then than between ranks that come together (of two, 0.75 instead of 0.5 of the whole tensor cross the link).
@@ -86,7 +86,7 @@ def _finish(device: torch.device) -> None:
 
 
 def fit(found: GroupSweep) -> dict[str, LinkFit]:
-    """Of each kind, alpha and the seconds of a received byte that have the least relative errors."""
+    """Return, for each kind, the alpha and the seconds of a received byte that have the least relative errors."""
     fits = {}
     for kind, seconds in found.seconds.items():
         rounds = 2 if kind == "all_reduce" else 1

@@ -15,7 +15,7 @@ from simplefsdp.text.units import gib, ms
 
 
 def read(folder: str | Path) -> dict[Path, Explanation]:
-    """Of each graph in a report, by its folder.
+    """Return the explanation of each graph in a report, by its folder.
 
     Raises:
         ValueError: there is none, or it was made without a profile.
@@ -36,7 +36,7 @@ def read(folder: str | Path) -> dict[Path, Explanation]:
 
 
 def compared(one: Explanation, other: Explanation) -> str:
-    """What ``one`` does that ``other`` does not."""
+    """Return, for people, how ``one`` differs from ``other``."""
     predicted = one.prediction, other.prediction
     lines = []
     for name, values in (

@@ -124,7 +124,7 @@ def _free_memory() -> None:
 
 
 def table(results: list[TimingResult]) -> str:
-    """Of results, in Markdown; times in milliseconds."""
+    """Return the results as a table in Markdown; times in milliseconds."""
     columns = ["system", "step", "tokens/s a device", "MFU", "collectives", "communication", "exposed", "L1", "L2"]
     rows = []
     for r in results:

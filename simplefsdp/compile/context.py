@@ -1,4 +1,4 @@
-"""What a compilation is given: the sharded parameters of a graph, what is asked of the plan, and the key for the cache.
+"""Inputs of a compilation: the sharded parameters of a graph, the request for a plan, and the key for the cache.
 
 Nothing here changes while the passes run; what they note down is in a ``CompilationLog``.
 """
@@ -48,7 +48,7 @@ class CompilationContext:
     groups: tuple[str, ...]
     """Names of all process groups of the parameters."""
     state: StepState
-    """What a step holds of this graph's parameters outside of the graph."""
+    """Memory and work of a step for this graph's parameters, outside of the graph."""
     profile: HardwareProfile | None
     equivalent_groups: EquivalentGroups
     """The process groups of the parameters' meshes."""

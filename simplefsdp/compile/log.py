@@ -1,4 +1,4 @@
-"""What a compilation notes down while its passes run."""
+"""Notes of a compilation, made while its passes run."""
 
 from dataclasses import dataclass, field
 
@@ -8,6 +8,6 @@ class CompilationLog:
     """Notes of one compilation, which become part of the forward graph's record and are logged by its first run."""
 
     summaries: list[str] = field(default_factory=list)
-    """What was planned, one line for each graph that was planned."""
+    """One line for each graph that was planned."""
     warnings: list[str] = field(default_factory=list)
-    """What makes the compiled graphs worse than planned, one sentence each."""
+    """Reasons why the compiled graphs are worse than planned, one sentence each."""

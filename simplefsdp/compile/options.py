@@ -1,4 +1,4 @@
-"""What ``torch.compile(..., backend="simplefsdp", options={...})`` understands: checked, and what is meant by it."""
+"""Options of ``torch.compile(..., backend="simplefsdp", options={...})``: checked, and resolved to a request."""
 
 import functools
 import logging
@@ -29,7 +29,7 @@ PASS_SLOTS = (
     "post_grad_custom_post_pass",
     "_post_fusion_custom_pass",
 )
-"""Of Inductor's configuration, that the passes are in."""
+"""Names in Inductor's configuration that hold the passes."""
 _PLANS = ("auto", "greedy", "block", "none")
 _LOWERINGS = ("inductor", "aot_eager")
 _CALIBRATE = "`torchrun ... -m simplefsdp calibrate` with as many ranks"
@@ -37,7 +37,7 @@ _CALIBRATE = "`torchrun ... -m simplefsdp calibrate` with as many ranks"
 
 @dataclass(frozen=True)
 class Options:
-    """What ``torch.compile(..., backend="simplefsdp", options={...})`` understands."""
+    """Options of ``torch.compile(..., backend="simplefsdp", options={...})``."""
 
     plan: "str | Path | GroupingRequest | BucketPlan" = "auto"
     """``"block"``: one bucket per repeated block, one for what precedes the first and one for what follows the last,
@@ -51,8 +51,8 @@ class Options:
     what the graphs hold. The peak is predicted to stay 3 % below. ``None``: a GPU's memory less 8 %, elsewhere no
     limit."""
     profile: HardwareProfile | str | Path | None = None
-    """Of the device and the network, the path of its JSON, or the name of one that is built in
-    (``"h200/h100-8-nodes"``). With one, what a plan is predicted to take is logged."""
+    """A profile of the device and the network, the path of its JSON, or the name of a built-in one
+    (``"h200/h100-8-nodes"``). With a profile, the prediction for a plan is logged."""
     report_dir: str | None = None
     """Folder for the plan, the prediction and the graphs before and after each pass, as text, written by rank 0: while
     compiling, or, where the compile cache has the graph, when it first runs. ``None``: what the environment variable

@@ -48,7 +48,7 @@ class PlanJob:
     """A key of ``MODELS``, or ``package.module:factory``."""
     layout: RankLayout
     profile: HardwareProfile
-    """Of the device and the network."""
+    """Profile of the device and the network."""
     plan: str = "auto"
     """``"auto"``, ``"greedy"`` or ``"block"``."""
     memory_budget: int | None = None
@@ -71,7 +71,7 @@ class PlanJob:
 
     @property
     def request(self) -> PlanRequest:
-        """What is asked of the plan."""
+        """The request for a plan."""
         return BLOCK if self.plan == "block" else SearchRequest(self.plan, self.profile, self.memory_budget)
 
 
@@ -87,7 +87,7 @@ class PlannedModel:
 
     @property
     def costs(self) -> StepCosts:
-        """What the prediction depends on, besides the plan."""
+        """Everything that the prediction depends on, except the plan."""
         assert self.step.costs is not None
         return self.step.costs
 

@@ -33,19 +33,19 @@ PLANNED_PERCENT = 97
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What is asked of a planner."""
+    """A request for a plan that a planner searches for."""
 
     name: str
     """``"auto"`` or ``"greedy"``."""
     profile: HardwareProfile
     budget: int | None
-    """Bytes: of the highest peak."""
+    """Bytes of the highest peak; ``None``: no budget."""
     device_bytes: int | None = None
-    """Of a GPU's memory: the limit where there is no budget."""
+    """Bytes of a GPU's memory: the limit where there is no budget."""
 
 
 PlanRequest = GroupingRequest | SearchRequest | BucketPlan
-"""What option ``plan`` may ask for, besides ``"none"``."""
+"""A request for a plan, by option ``plan``; ``"none"`` asks for no plan."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class StepToPlan:
     cost_graphs: Sequence[CostGraph]
     """Both graphs as their schedule sees them; none without a profile."""
     uses: GraphUses
-    """What the graphs do with the parameters, in the order in which it happens."""
+    """FQNs by first use and by complete gradient in these graphs."""
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     """FQN and shape of all parameters of the model, in registration order."""
     buckets: Buckets
@@ -63,7 +63,7 @@ class StepToPlan:
     keep_unsharded: tuple[str, ...]
     """FQNs of the weights that stay unsharded from forward to backward."""
     state: StepState
-    """What a step holds of the parameters outside of its graphs."""
+    """Memory and work of a step for the parameters, outside of its graphs."""
     used: frozenset[str]
     """FQNs of the parameters that these graphs use."""
 
@@ -74,7 +74,7 @@ class PlannedStep(NamedTuple):
     plan: BucketPlan
     costs: StepCosts | None
     timelines: Sequence[Timeline]
-    """Of the forward and the backward graph; none without a profile."""
+    """The replays of the forward and the backward graph; none without a profile."""
     prediction: Prediction | None
 
 

@@ -41,7 +41,7 @@ _Key = tuple[int, bool, bool, int]
 
 @dataclass(eq=False)
 class _Outermost:
-    """What all calls inside one outermost call share."""
+    """State that all calls inside one outermost call share."""
 
     proxies: dict[int, Tensor] = field(default_factory=dict)
     """Stand-ins of the parameters read so far, by ``id``."""
@@ -50,7 +50,7 @@ class _Outermost:
     storages: dict[int, tuple[StorageWeakRef, "_RegatheredWeight", int]] = field(default_factory=dict)
     """The gathered weights, by storage, and their version. The reference keeps the address from being used again."""
     pack: Callable[[Tensor], Any] | None = None
-    """That of the hooks on saved tensors, if there are any of ours."""
+    """The pack hook on saved tensors that this library pushed; ``None``: it pushed none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class _Call:
     outermost: _Outermost
     gathered: dict[_Key, "_GatheredWeight"] = field(default_factory=dict)
     was_recomputing: bool = False
-    """What ``checkpoint.is_recomputing`` was before this call."""
+    """The value of ``checkpoint.is_recomputing`` before this call."""
 
 
 class _Thread(threading.local):
@@ -164,7 +164,7 @@ class _RegatheredWeight:
 
 @dataclass(frozen=True)
 class _SavedView:
-    """What is saved for backward in place of a view of a gathered weight."""
+    """A placeholder that is saved for backward in place of a view of a gathered weight."""
 
     weight: _RegatheredWeight
     size: torch.Size

@@ -1,4 +1,4 @@
-"""What FSDP2's ``FSDPModule`` lets a training loop change between steps, under the same names."""
+"""Methods of FSDP2's ``FSDPModule`` that change a sharded model between steps, under the same names."""
 
 import math
 from dataclasses import replace

@@ -24,7 +24,7 @@ from simplefsdp.frontend.sharding import shard
 
 
 class sharded_init(TorchDispatchMode):
-    """Within it, what is drawn at random for a shard is drawn for the whole parameter, and this rank's part kept.
+    """Draw random values of shards for the whole parameter, inside this context, and keep this rank's part.
 
     Random operators on ``DTensor`` parameters (``nn.init.normal_(layer.weight)``, ``reset_parameters()``, ...) then
     give the shards of what they would give on the whole model in one process, bit for bit, if all ranks enter with the

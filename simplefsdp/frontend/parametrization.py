@@ -33,14 +33,14 @@ from simplefsdp.frontend.sharding import ShardedParameter, shard, unshard
 
 @dataclass
 class ShardedModuleState:
-    """What a sharded module knows besides its class."""
+    """State of a sharded module, besides its class."""
 
     params: dict[str, ShardedParameter] = field(default_factory=dict)
     """By attribute name; empty where only modules below hold parameters."""
     proxies: dict[str, Tensor] = field(default_factory=dict)
     """While gradients are not reduced: what collects the full gradient of a parameter, by attribute name."""
     ending: dict[str, Tensor] = field(default_factory=dict)
-    """Those of the stands whose gradients are reduced in the next backward."""
+    """The proxies whose accumulated gradients are reduced in the next backward, by attribute name."""
     cast_inputs: torch.dtype | None = None
     """Dtype that floating-point arguments of ``forward`` are cast to."""
     cast_output: torch.dtype | None = None

@@ -53,7 +53,7 @@ class Communication(NamedTuple):
     """All that a parameter's collectives depend on; the same on every rank."""
 
     shape: tuple[int, ...]
-    """Of what is sharded: the whole parameter, or of a tensor-parallel one this rank's part."""
+    """Shape of what is sharded: the whole parameter, or this rank's part of a tensor-parallel one."""
     dim: int | None
     """Dim of the shards; ``None``: every rank holds the whole."""
     shard_group: Group | None
@@ -65,7 +65,7 @@ class Communication(NamedTuple):
     reduce_dtype: torch.dtype | None = None
     """Dtype of the gradient reduction; ``None``: as ``reduced_in`` says."""
     divide_factor: float | None = None
-    """What the sum of all ranks' gradients is divided by; ``None``: the number of ranks."""
+    """The divisor of the sum of all ranks' gradients; ``None``: the number of ranks."""
     reshard_after_forward: Reshard = True
     """Whether the full weight is dropped after forward and gathered again in backward; ``"auto"``: unless a planner
     keeps it."""
@@ -76,7 +76,7 @@ class Communication(NamedTuple):
 
     @property
     def groups(self) -> list[Group]:
-        """That gradients are reduced over, in this order."""
+        """Process groups that gradients are reduced over, in this order."""
         return [group for group in (self.shard_group, self.replica_group) if group is not None]
 
     def encode(self) -> str:
@@ -115,7 +115,7 @@ class ShardedModel:
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """What is known of a sharded parameter."""
+    """A sharded parameter: its name, its model and how it communicates."""
 
     fqn: str
     """Name in the model given to ``simple_fsdp``; the first one for a tied parameter."""
@@ -124,7 +124,7 @@ class ShardedParameter:
     placements: tuple[Placement, ...]
     """On the dimensions of its mesh."""
     tensor_parallel: DTensorSpec | None = None
-    """Of the ``DTensor`` that it was before; ``None``: it was none."""
+    """Spec of the ``DTensor`` that the parameter was before sharding; ``None``: it was a plain tensor."""
     key: str = field(init=False)
     """``communication`` as text."""
 
@@ -133,7 +133,7 @@ class ShardedParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         return self.communication.shape if self.tensor_parallel is None else tuple(self.tensor_parallel.shape)
 
     def as_it_was(self, full: Tensor) -> Tensor:
@@ -147,8 +147,8 @@ class ShardedParameter:
 
 
 class ReplacedByShard(Tensor):
-    """What a parameter becomes once it is sharded, for those who still hold it: an optimizer that was built before, a
-    plain list, a closure. They would never see a gradient, so every use is an error."""
+    """The former self of a sharded parameter, for code that still holds it: an optimizer that was built before, a plain
+    list, a closure. That code would never see a gradient, so every use is an error."""
 
     __slots__ = ()
     replaced_by: Any
@@ -295,7 +295,7 @@ def reduce_coalesced(full: list[tuple[Tensor, Communication, Tensor]]) -> list[T
 
 
 def _rows(grad: Tensor, comm: Communication, local: Tensor) -> tuple[Tensor, list[str], float]:
-    """What enters the first collective, the operator of each, and what to divide by after the last."""
+    """Return the input of the first collective, the operator of each collective, and the divisor after the last."""
     if (dtype := reduction_dtype(comm, local.dtype)) is not None and not grad.is_complex():
         grad = grad.to(dtype)
     if (dim := comm.dim) is not None:
@@ -365,8 +365,11 @@ class _Gather(torch.autograd.Function):
 
 
 def unsharded_proxy(param: DTensor, comm: Communication, adds_up: Tensor | None = None) -> Tensor:
-    """What ``gather`` takes for all reads of a parameter whose gradients are to be summed and reduced together;
-    ``adds_up``: with what is offered for this (``inductor_passes/accumulate.py``)."""
+    """Return the proxy that ``gather`` takes for all reads of a parameter: their gradients are reduced together.
+
+    Args:
+        adds_up: the accumulated gradient that is added to the sum (``inductor_passes/ops/accumulate.py``).
+    """
     return _Stand.apply(to_local(param), comm, adds_up)
 
 

@@ -1,4 +1,4 @@
-"""What ``simple_fsdp`` refuses, before anything is changed and before any collective; and what compiling warns of."""
+"""Checks of ``simple_fsdp``, before anything is changed and before any collective; and warnings of compilations."""
 
 import logging
 import weakref
@@ -180,7 +180,7 @@ def check_device(fqn: str, param: nn.Parameter, mesh: DeviceMesh, offloads: bool
 
 
 def check_placement(fqn: str, param: nn.Parameter, found: Any) -> Shard | None:
-    """What ``shard_placement_fn`` returned for ``param``, with a dim that is not negative."""
+    """Return what ``shard_placement_fn`` returned for ``param``, with a dim that is not negative."""
     if found is None:
         return None
     if type(found) is not Shard:  # subclasses lay out their shards in other ways

@@ -49,7 +49,7 @@ class Device(NamedTuple):
 
 
 def _matmul(rates: Mapping[int, float]) -> Curve:
-    """Of square matmuls: TFLOP/s by size."""
+    """Return the curve of square matmuls, from TFLOP/s by size."""
     return tuple((2.0 * n**3, 1e12 * rate) for n, rate in rates.items())
 
 
@@ -116,14 +116,18 @@ def is_built_in(name: str) -> bool:
 
 
 def name_for(gpu: str, ranks: int) -> str | None:
-    """What is built in for nodes of eight of this GPU (as ``torch.cuda.get_device_name`` calls it) with InfiniBand: the
-    smallest such network for as many ranks. ``None``: nothing is."""
+    """Return the name of the built-in profile for nodes of eight of this GPU with InfiniBand, or ``None``.
+
+    Args:
+        gpu: as ``torch.cuda.get_device_name`` calls it.
+        ranks: the network is the smallest one with as many ranks.
+    """
     found, fits = re.search(r"\bH[12]00\b", gpu), smallest_network(ranks)
     return f"{found[0].lower()}/{fits}" if found and fits else None
 
 
 def smallest_network(ranks: int) -> str | None:
-    """Of those of nodes of eight GPUs with InfiniBand that are built in; ``None``: none has as many ranks."""
+    """Return the name of the smallest built-in InfiniBand network of eight GPUs a node; ``None``: none is as large."""
     return next((net.name for net in NETWORKS.values() if net.name.startswith("h100-") and net.ranks >= ranks), None)
 
 

@@ -1,4 +1,4 @@
-"""What a cluster can do: its devices and its network, as data.
+"""Profiles of a cluster: its devices and its network, as data.
 
 A collective over N ranks on k nodes, m of them on the fullest, is taken for a ring, as in NCCL's own model
 (``src/graph/tuning.cc``)::
@@ -28,7 +28,7 @@ from simplefsdp.text.json_fields import parse_fields, parse_plain, parse_values,
 from simplefsdp.text.messages import unknown
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
-"""Of collectives. ``"broadcast"`` stands for all that goes from or to one rank, and for barriers."""
+"""Kinds of collectives. ``"broadcast"`` stands for every collective from or to one rank, and for barriers."""
 
 _ROUNDS = {"all_reduce": 2}
 
@@ -38,11 +38,11 @@ class Link:
     """One level of a network, for one kind of collective."""
 
     bandwidth_bytes_per_s: float
-    """What one rank receives while it sends as much."""
+    """Bytes per second that one rank receives while it sends as much."""
     alpha_s: float
-    """Of any collective, however small."""
+    """Seconds of any collective, however small."""
     step_s: float = 0.0
-    """More, for each step of the ring after the first rank."""
+    """Seconds for each further step of the ring."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +86,20 @@ class Network:
         return self.ranks_per_node * self.nodes
 
     def seconds(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
-        """How long a collective over ``ranks`` (of the whole world) takes; ``nbytes`` of the whole tensor.
+        """Return how long a collective over ``ranks`` (of the whole world) takes; ``nbytes`` of the whole tensor.
 
         The whole tensor is the output of an all-gather, the input of a reduce-scatter.
         """
         return self.alpha_s(kind, ranks) + self.transfer_s(kind, ranks, nbytes)
 
     def alpha_s(self, kind: str, ranks: Sequence[int]) -> float:
-        """Of ``seconds``, what does not depend on the number of bytes."""
+        """Return the part of ``seconds`` that does not depend on the number of bytes."""
         inside, between, n, k, _ = self._levels(kind, ranks)
         steps = (n - k) * inside.step_s + (k - 1) * between.step_s
         return (between if k > 1 else inside).alpha_s + _ROUNDS.get(kind, 1) * steps
 
     def transfer_s(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
-        """Of ``seconds``, what grows with the number of bytes."""
+        """Return the part of ``seconds`` that grows with the number of bytes."""
         inside, between, n, k, m = self._levels(kind, ranks)
         within = (n - 1) / n if m > 1 else 0.0
         across = 0.0 if k == 1 else (n - m) / n if kind == "all_to_all" else (n - 1) / n / m
@@ -215,7 +215,7 @@ Curve = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """What a device reaches, and the network between such devices.
+    """A device's measured rates, and the network between such devices.
 
     Raises:
         ValueError: a number that is not positive, a curve that is empty or not by size, or a dtype that torch has not.
@@ -225,23 +225,23 @@ class HardwareProfile:
     source: str
     """Where the numbers are from."""
     matmul: Mapping[str, Curve]
-    """By dtype (``"bfloat16"``): operations per second of a matmul, by the number of its operations."""
+    """Operations per second of a matmul by the number of its operations: a curve for each dtype (``"bfloat16"``)."""
     attention: Mapping[str, Curve]
-    """The same of scaled dot product attention."""
+    """Operations per second of scaled dot product attention: a curve for each dtype."""
     memory: Curve
-    """Bytes per second of a kernel that reads and writes so many bytes."""
+    """Bytes per second of a kernel by the number of bytes that it reads and writes."""
     launch_s: float
-    """Of a kernel, whatever it does."""
+    """Seconds of launching a kernel, whatever it does."""
     collective_launch_s: float
-    """Compute time that issuing and awaiting a collective takes."""
+    """Seconds of compute that issuing and awaiting a collective takes."""
     contention: float
-    """Part of a collective's time that compute loses meanwhile: 0 where it has the device for itself."""
+    """The part of a collective's time that compute loses meanwhile: 0 where compute has the device for itself."""
     network: Network
     collective_s_per_byte: float = 0.0
     """Compute time that is lost, besides, for each byte of a collective: where it takes memory's time, as on CPU."""
     parameter_s: float = 0.0
-    """Of a step, for each parameter, outside of its graphs: guards, gradients, the optimizer's calls. 0 where these are
-    done while the device computes."""
+    """Seconds of a step for each parameter, outside of its graphs: guards, gradients, the optimizer's calls. 0 where
+    these run while the device computes."""
 
     def __post_init__(self) -> None:
         for name in ("matmul", "attention"):
@@ -282,7 +282,7 @@ class HardwareProfile:
 
 
 def load_profile(path: str | Path) -> HardwareProfile:
-    """What ``save`` wrote, edited or not.
+    """Return the profile in a file that ``save`` wrote, edited or not.
 
     Raises:
         ValueError: names the path and the field that is missing, unknown or wrong.

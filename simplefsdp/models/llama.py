@@ -37,8 +37,8 @@ class LlamaConfig:
     rope_scaling: bool = True
     """Stretch long wavelengths as Llama 3.1 does, from 8192 positions to 131072."""
     activation_checkpointing: str = "none"
-    """What backward recomputes: ``"none"``; ``"block"``: all but the blocks' inputs; ``"selective"``: all but matmuls
-    and attention."""
+    """Activations that backward recomputes: ``"none"``; ``"block"``: all but the blocks' inputs; ``"selective"``: all
+    but matmuls and attention."""
 
     @property
     def head_dim(self) -> int:

@@ -21,40 +21,42 @@ _POINTS = ("issue", "all_reduce_after", "wait")
 
 
 class GraphUses(NamedTuple):
-    """What the graphs of a step do with the parameters, each in the order in which it happens: FQNs."""
+    """FQNs of the parameters that the graphs of a step gather and reduce, each in the order in which it happens."""
 
     forward: Sequence[str]
-    """Gathered parameters by their first use."""
+    """Parameters that forward gathers, by first use."""
     backward: Sequence[str]
     reductions: Sequence[str]
-    """Reduced parameters by when their full gradients are there."""
+    """Parameters whose gradients are reduced, by when their full gradients are complete."""
     has_all_reduce: frozenset[str]
-    """Those whose reduce-scatter an all-reduce follows."""
+    """Parameters whose reduce-scatter an all-reduce follows."""
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What the passes carry out: every collective of a forward and a backward graph, and when. Buckets are in the
-    order in which they are issued; see ``Bucket`` for what issue and wait points mean."""
+    """The exact schedule of a step: each collective of its forward and backward graph, when it is issued and awaited.
+
+    Buckets are in the order in which they are issued; ``Bucket`` explains issue and wait points.
+    """
 
     forward: tuple[Bucket, ...]
     """Gathers of the forward graph."""
     backward: tuple[Bucket, ...]
     """Gathers of the backward graph."""
     reductions: tuple[Bucket, ...]
-    """Of the backward graph: reduce-scatters, all-reduces, or both."""
+    """Reductions of the backward graph: reduce-scatters, all-reduces, or both."""
     keep_unsharded: tuple[str, ...]
-    """Parameters that stay whole from forward to backward."""
+    """Parameters that stay unsharded from forward to backward."""
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     """FQN and shape of every parameter of the model, in registration order."""
 
     @property
     def hash(self) -> str:
-        """Of all that it says, but the order of ``parameters``; equal on every rank."""
+        """Hash of the plan's content, except the order of ``parameters``; equal on every rank."""
         return hashlib.sha256(self._json().encode()).hexdigest()[:16]
 
     def collectives(self, uses: GraphUses) -> int:
-        """How many gathers and reductions it makes of those of graphs with these uses."""
+        """Return how many gathers and reductions the plan makes in graphs with these uses."""
         return sum(
             not there.isdisjoint(bucket.fqns)
             for direction in _DIRECTIONS
@@ -63,7 +65,7 @@ class BucketPlan:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, a line for each name, so that a ``diff`` shows what changed."""
+        """Write the plan as JSON, a line for each name, so that a ``diff`` shows what changed."""
         Path(path).write_text(self.to_json())
 
     def to_json(self) -> str:
@@ -104,7 +106,7 @@ class BucketPlan:
         }
 
     def explain(self) -> str:
-        """The plan for people: a line for each bucket."""
+        """Return the plan for people: a line for each bucket."""
         numel = {fqn: math.prod(shape) for fqn, shape in self.parameters}
         total = sum(numel.values())
         lines = [

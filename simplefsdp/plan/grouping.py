@@ -44,7 +44,7 @@ def block_buckets(fqns: tuple[str, ...]) -> Buckets:
 
 @dataclass(frozen=True)
 class GroupingRequest:
-    """What is asked of a plan: which parameters belong together, and how far ahead they are gathered."""
+    """A request for a plan: which parameters share a bucket, and how far ahead they are gathered."""
 
     name: str
     buckets: Callable[[tuple[str, ...]], Buckets]
@@ -58,7 +58,7 @@ BLOCK = GroupingRequest("block", block_buckets)
 
 
 def manual_plan(wrap: Sequence[str | Sequence[str]], *, prefetch: int = 1) -> GroupingRequest:
-    """Buckets by the names of modules or parameters: the manual wrapping of the SimpleFSDP paper.
+    """Return a request for buckets by names of modules or parameters: the manual wrapping of the SimpleFSDP paper.
 
     ``manual_plan(["tok_embeddings", "layers.*", ["norm", "output"]])``: each module (or parameter) that a pattern names
     is a bucket, whatever a nested list names is one together. ``*``, ``?`` and ``[...]`` match within one component of
@@ -125,7 +125,7 @@ def _matched(pattern: str, fqn: str) -> str | None:
 
 
 def _names(fqns: Iterable[str]) -> list[str]:
-    """What a pattern may name, modules first."""
+    """Return the names that a pattern may match, modules first."""
     modules = {".".join(parts[:i]): None for fqn in fqns for parts in [fqn.split(".")] for i in range(1, len(parts))}
     return [*modules, *fqns]
 

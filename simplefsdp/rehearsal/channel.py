@@ -73,7 +73,7 @@ class Job(Protocol):
     def done(self) -> bool: ...
 
     def future(self, outputs: list[Tensor]) -> torch.futures.Future:
-        """Of ``outputs``, when they are there (DDP asks for one)."""
+        """Return a future of ``outputs``, set when the data has moved (DDP asks for one)."""
 
     def times(self) -> Times: ...
 

@@ -45,9 +45,9 @@ class Collective(NamedTuple):
     group: str
     ranks: tuple[int, ...]
     nbytes: int
-    """Of the whole tensors: what an all-gather puts out, what a reduce-scatter takes in."""
+    """Bytes of the whole tensors: an all-gather's output, a reduce-scatter's input."""
     fqns: tuple[str, ...]
-    """Of the parameters whose shards it gathers, where known: where it reads the shards themselves."""
+    """FQNs of the parameters whose shards are gathered, where the collective reads the shards themselves."""
     issued: float
     started: float
     finished: float
@@ -70,7 +70,7 @@ class _Issued(NamedTuple):
 
 
 class World:
-    """What the process groups of a rehearsal share: the network and the record.
+    """A rehearsed world: the network and the record that all its process groups share.
 
     ``network`` may be changed between steps; None costs nothing. The record grows until ``forget()``.
     """
@@ -133,7 +133,7 @@ _world: World | None = None  # of the default process group, which there is one 
 
 
 def current_world() -> World:
-    """That of the default process group."""
+    """Return the world of the default process group."""
     assert _world is not None
     return _world
 
@@ -174,7 +174,7 @@ def _check(ranks: int, rank: int, network: Network | None) -> None:
 
 
 class Work(dist._Work):
-    """Of one collective; the tensors it writes are ``result()``."""
+    """The work of one collective; ``result()`` returns the tensors that the collective writes."""
 
     def __init__(self, job: Job, outputs: Sequence[Tensor]):
         super().__init__()
@@ -383,7 +383,7 @@ class RehearsalGroup(ProcessGroup):
 
 
 def _refuse_objects_from_elsewhere(root: int) -> None:
-    """Of objects torch first broadcasts their sizes, into memory that nobody has written."""
+    """Refuse a broadcast of objects: torch sends their sizes first, into memory that no rank of a rehearsal writes."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -405,7 +405,7 @@ def _default_device() -> torch.device:
 
 
 def _factor(op: ReduceOp, ranks: int, dtype: torch.dtype) -> float:
-    """What one of ``ranks`` equal values is to be multiplied by."""
+    """Return the factor that turns one of ``ranks`` equal values into their reduction."""
     if op == ReduceOp.SUM:
         return 1 if dtype == torch.bool else ranks
     if op == ReduceOp.PREMUL_SUM:

@@ -35,7 +35,7 @@ class Phase(NamedTuple):
 
 
 def phase_of(begin: float, end: float, collectives: Sequence[Collective]) -> Phase:
-    """What happened from ``begin`` to ``end``, without the time that anybody was blocked.
+    """Return the phase from ``begin`` to ``end``, without the time in which compute was blocked.
 
     A collective that nobody waited for is awaited at the end, one that an earlier part issued is left out.
     """

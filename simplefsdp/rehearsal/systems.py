@@ -1,4 +1,4 @@
-"""What can be rehearsed: data parallelism of this library and of torch, each around the same model."""
+"""Systems that can be rehearsed: data parallelism of this library and of torch, each around the same model."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
@@ -17,7 +17,7 @@ from simplefsdp.plan.grouping import block_buckets, block_of, blocks
 
 
 class Parallelism(NamedTuple):
-    """What all systems are given alike."""
+    """Settings that are the same for all systems."""
 
     mesh: DeviceMesh
     """1-D: fully sharded; 2-D: hybrid, replicated over the first dimension."""

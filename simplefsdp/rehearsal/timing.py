@@ -26,7 +26,7 @@ from simplefsdp.rehearsal.workload import Workload
 
 
 class RecordedStep(NamedTuple):
-    """One step, as recorded."""
+    """A recorded step."""
 
     seconds: float
     loss: float
@@ -37,25 +37,25 @@ class RecordedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class TimingResult:
-    """Of one system on one workload; seconds and bytes."""
+    """Times and memory of one system on one workload; seconds and bytes."""
 
     system: str
     step_s: float
-    """Median."""
+    """Median of ``steps_s``."""
     steps_s: tuple[float, ...]
     """All, in the order of the rounds."""
     tokens_per_s: float
-    """Of this device."""
+    """Tokens per second of this device."""
     mfu: float | None
     """Share of the device's dense bf16 peak that ``flops_per_token`` stand for; None where either is not known."""
     peak_bytes: int
     resident_bytes: Mapping[str, int]
-    """Of the peak: parameters and optimizer state."""
+    """Bytes of the peak that are parameters and optimizer state, by name."""
     collectives: int
     communication_s: float
     exposed_s: float
     compute_s: float
-    """Of the step where communication costs nothing."""
+    """Seconds of compute in a step whose communication costs nothing."""
     l1_s: float | None
     l2_s: float | None
     """None where the record does not show what is compute (``System.own_streams``, on CUDA)."""
@@ -120,7 +120,7 @@ class TrainingRun:
         return RecordedStep(seconds, loss.item(), parts, collectives)
 
     def resident_bytes(self) -> dict[str, int]:
-        """Of what lives from step to step, after the first."""
+        """Return the bytes of what lives from step to step, after the first step."""
         state = [v for values in self._optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
         return {
             "parameters": _bytes([*self.model.parameters(), *self.model.buffers()]),
@@ -266,7 +266,7 @@ def flops_per_token(model: nn.Module, seq: int) -> int | None:
 
 
 def estimated_step_bytes(workload: Workload, system: System) -> dict[str, int]:
-    """What a step needs, about, from fake tensors: nothing is allocated.
+    """Return about how many bytes a step needs, from fake tensors: nothing is allocated.
 
     ``"state"``: this rank's parameters, gradients and two moments of the optimizer; ``"whole"``: the two largest of the
     repeated blocks and of what is around them, gathered; ``"saved"``: what forward leaves for backward without a
@@ -312,7 +312,7 @@ def _saved_bytes(workload: Workload, dtype: torch.dtype) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Of memory, now."""
+    """Return the bytes of memory that are free now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as lines:

@@ -1,4 +1,4 @@
-"""What is rehearsed or planned: a model by name, its tokens, and the meshes of its parallelism."""
+"""Workloads that are rehearsed or planned: a model by name, its tokens, and the meshes of its parallelism."""
 
 import dataclasses
 import importlib
@@ -21,7 +21,7 @@ MODELS = {f"llama3-{name.lower()}": name for name in llama.CONFIGS}
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, the same under every system."""
+    """A model and its batches, the same under every system."""
 
     build: Callable[[], nn.Module]
     """Makes the model on torch's default device; the model maps tokens (batch, seq) to logits (batch, seq, vocab)."""

@@ -78,7 +78,7 @@ def clip_grad_norm_(
 
 
 def _norm(found: dict[_Groups, list[Tensor]], order: float, foreach: bool | None, device: torch.device) -> Tensor:
-    """Of all parts on all ranks; ``found``: this rank's, by the groups that they are sharded over."""
+    """Return the norm of all parts on all ranks; ``found``: this rank's, by the groups that they are sharded over."""
     largest = math.isinf(order)
     sums: dict[_Groups, Tensor] = {}
     for groups, gradients in found.items():

@@ -22,7 +22,7 @@ _ELEMENTWISE = (
     torch.optim.RMSprop,
     torch.optim.SGD,
 )
-"""Those in which no value depends on another one."""
+"""Optimizers in which no value of a parameter depends on another value."""
 
 
 def step_on_shards(optimizer: Optimizer) -> Optimizer:

@@ -47,7 +47,7 @@ def commands(block: Block) -> list[str]:
 
 
 def section(text: str, heading: str) -> str:
-    """What stands below a heading, up to the next heading of its level."""
+    """Return the text below a heading, up to the next heading of its level."""
     level = heading.split()[0]
     return re.split(rf"^{level} ", text.split(f"\n{heading}\n", 1)[1], maxsplit=1, flags=re.M)[0]
 

@@ -1,4 +1,4 @@
-"""What the pages name exists, and what they state of the code is what the code has."""
+"""Names on the pages exist, and statements about the code are true of the code."""
 
 import ast
 import inspect

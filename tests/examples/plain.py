@@ -1,4 +1,4 @@
-"""What the examples train, in one process and without what they show."""
+"""The training of the examples, in one process and without the feature that each example shows."""
 
 import torch
 from torch import Tensor, nn

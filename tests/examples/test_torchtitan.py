@@ -26,7 +26,7 @@ COMMON = {
 
 
 def train(config: str, out: Path, ranks: int = 2, *, checkpointing: str = "none", **flags: Any) -> str:
-    """What it logs. A flag ``a__b`` is torchtitan's ``--a.b``."""
+    """Train and return the log. A flag ``a__b`` is torchtitan's ``--a.b``."""
     launch = [*TORCHRUN[:-1], str(ranks), "-m", MODULE, "--module", MODULE, "--config", config]
     given = COMMON | {name.replace("__", "."): value for name, value in flags.items()}
     if config == "ours":

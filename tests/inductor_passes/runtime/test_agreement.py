@@ -140,7 +140,7 @@ def test_a_rank_that_waits_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 
 
 def meet(store: Any, records: dict[int, str], size: int, deadline_s: float = 60, worlds: Any = None) -> dict[int, str]:
-    """What each rank (a thread) is told, one of a group of ``size``."""
+    """Return what each rank, a thread in a group of ``size``, is told."""
     said: dict[int, str] = {}
 
     def rank(me: int, record: str) -> None:

@@ -53,7 +53,7 @@ def items() -> list[OrderItem]:
 
 
 def validation() -> str:
-    """What validation says of plans for ``GRAPH``, one of them wrong in each kind of point."""
+    """Return the verdicts of validation on plans for ``GRAPH``, one of them wrong in each kind of point."""
     uses = {"forward": ["a", "b", "c"]}
     said = []
     for gathers, reductions in (
@@ -70,7 +70,7 @@ def validation() -> str:
 
 
 def decisions() -> dict[str, object]:
-    """What each user of ``issue_points`` decides on ``GRAPH``; a plan that cannot be carried out is a decision too."""
+    """Return the decision of each user of ``issue_points`` on ``GRAPH``; an impossible plan is a decision too."""
     found = search_schedule(GRAPH)
     assert found is not None
     try:

@@ -166,10 +166,10 @@ def _parts(draw: st.DrawFn, members: Sequence[Any]) -> list[list[Any]]:
 
 
 def ordered(graph: CostGraph, gathers: Sequence[Bucket], reductions: Sequence[Bucket]) -> Timeline:
-    """What ``order`` makes of this graph and plan, replayed node by node."""
+    """Return the timeline of this graph in the order of ``order``, replayed node by node."""
     items: list[OrderItem] = []
     does: list[Callable[[], object]] = []
-    """What each does in a replay."""
+    """The action of each item in a replay."""
     run = Replay(graph)
     flights: dict[Any, CollectiveSpan] = {}
 

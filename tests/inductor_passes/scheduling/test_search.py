@@ -129,7 +129,7 @@ def test_the_found_schedule_is_one_that_a_plan_can_say(graph: CostGraph, spare: 
 @given(cost_graphs(gathers=8, reductions=8), st.integers(0, 20), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_what_is_proposed_is_never_faster(graph: CostGraph, spare: int, random: Random) -> None:
-    """Whatever order the members of proposed buckets are in."""
+    """The members of proposed buckets are in any order."""
     budget = least_memory_schedule(graph).timeline.peak + spare
     names = [[member.fqn for member in members] for members in (graph.gathers, graph.reductions)]
     buckets: list[list[Bucket]] = []

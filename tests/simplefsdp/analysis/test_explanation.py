@@ -38,7 +38,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def explained(reports: Path) -> dict[str, Explanation]:
-    """What is said of each of them."""
+    """The explanation of each report, by name."""
     return {folder.name: next(iter(read(folder).values())) for folder in reports.iterdir()}
 
 

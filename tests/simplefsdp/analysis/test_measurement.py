@@ -166,14 +166,15 @@ ISSUED = tuple(RecordedCollective(f"all_{name}", "0", "", 4, (name,)) for name i
 
 
 def events_of(*steps: tuple[str, int, int], thread: int = 1) -> list[Event]:
-    """Of a step of 1000 s that begins at 100, its graph at 200."""
+    """Return the events of a step of 1000 s that begins at 100, its graph at 200."""
     named = {"wait": "_c10d_functional::wait_tensor", "agree": "simplefsdp::agree"}
     whole = [Event("simplefsdp.measure", 1, 100, 1100), Event("simplefsdp::agree", 1, 200, 210)]
     return whole + [Event(named.get(n, f"_c10d_functional::all_{n}"), thread, start, end) for n, start, end in steps]
 
 
 def times_of(run: GraphRun) -> list[tuple[int, ...]]:
-    """Of each collective: issued, started, finished, awaited, exposed, in seconds since the graph began."""
+    """Return, for each collective, when it was issued, started, finished and awaited, and for how long it was exposed,
+    in seconds since the graph began."""
     names = ("issued_s", "started_s", "finished_s", "awaited_s", "exposed_s")
     return [tuple(round(getattr(one, name)) for name in names) for one in run.collectives]
 

@@ -1,4 +1,4 @@
-"""What a plan is predicted to take, and what is left out of that."""
+"""Predictions: what they count, and what they leave out."""
 
 import json
 import logging

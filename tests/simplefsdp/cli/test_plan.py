@@ -24,7 +24,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, *args: Any) -> None:
 
 
 def compiled(folder: Path, tp: int = 1, keep_unsharded: str = "", **options: Any) -> BucketPlan:
-    """What a compilation on CPU plans for the same model."""
+    """Return the plan of a compilation on CPU for the same model."""
     with rehearsal.world(8, "h100-1-node"):
         model = llama.build("debug", layers=8, max_seq_len=1024)
         mesh = None
@@ -116,7 +116,7 @@ class Breaks(nn.Module):
 
 
 class Alike(Breaks):
-    """Of somebody else: traced as it is."""
+    """A model of somebody else, whose blocks are traced one by one."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.layers[1](self.layers[0](tokens.float().unsqueeze(-1).expand(-1, -1, 4)))

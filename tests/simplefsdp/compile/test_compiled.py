@@ -35,7 +35,7 @@ def collectives_run(fn: Callable[[], Any]) -> tuple[int, int]:
 
 
 def step_counts(model: nn.Module, forward: Callable[..., Tensor]) -> list[tuple[int, int]]:
-    """What forward, backward and a forward without gradients run."""
+    """Return the numbers of gathers and reductions of forward, backward and a forward without gradients."""
     tokens, targets = batch(0, dist.get_rank())
     forward(tokens, targets).backward()  # compile
     losses: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""What makes a schedule worse than planned is said, once, by name, and from a warm cache too."""
+"""Warnings of schedules that are worse than planned: once, by name, and from a warm cache too."""
 
 import logging
 from collections.abc import Callable

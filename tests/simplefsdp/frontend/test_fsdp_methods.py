@@ -1,4 +1,4 @@
-"""What a training loop may change between steps, under FSDP2's names."""
+"""Changes of a sharded model between steps, under FSDP2's names."""
 
 import copy
 from typing import Any

@@ -148,7 +148,7 @@ def _twice(model: Any, forward: Any, inputs: list[Tensor]) -> None:
 
 
 def _the_last_without_a_part(model: Any, forward: Any, inputs: list[Tensor]) -> None:
-    """What earlier ones have added up of it is not left behind."""
+    """The last forward leaves out a part of the model; the part's sum of earlier backwards is not left behind."""
     _loss(forward, inputs[0][:2]).backward()
     _loss(forward, inputs[1]).backward()
     model.set_requires_gradient_sync(True)
@@ -167,7 +167,7 @@ def _on_again(model: Any, forward: Any, inputs: list[Tensor]) -> None:
 
 
 def _ended_by_another(model: Any, forward: Any, inputs: list[Tensor]) -> None:
-    """Of two forwards that were to end it."""
+    """The backward of one of two last forwards ends the accumulation of the other."""
     _loss(forward, inputs[0]).backward()
     model.set_requires_gradient_sync(True)
     one, other = (_loss(forward, x) for x in inputs[1:])
@@ -338,7 +338,7 @@ def _a_part() -> None:
 
 
 class _Checkpointed(nn.Module):
-    """What is compiled is called again in backward."""
+    """A module whose compiled part is called again in backward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ def two_by_two() -> DeviceMesh:
 
 
 def set_factor(model: nn.Module, factor: float | None) -> None:
-    """Of FSDP2, which then sums where it would use an operator that gloo lacks."""
+    """Set FSDP2's divide factor; FSDP2 then sums where it would use an operator that gloo lacks."""
     for module in model.modules():
         if factor is not None and hasattr(module, "set_gradient_divide_factor"):
             if hasattr(module, "set_force_sum_reduction_for_comms"):

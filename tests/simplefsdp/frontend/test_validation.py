@@ -1,4 +1,4 @@
-"""What ``simple_fsdp`` refuses, word for word. Nothing is changed by a call that is refused."""
+"""Errors of ``simple_fsdp``, word for word. A refused call changes nothing."""
 
 import functools
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def linear() -> nn.Linear:
 
 
 def refuse(model: Any = None, *args: Any, **kwargs: Any) -> str:
-    """What ``simple_fsdp`` says, with a check that it has changed nothing."""
+    """Return the error of ``simple_fsdp``, and check that the call has changed nothing."""
     model = linear() if model is None else model
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     before = [(type(m), dict(m._parameters)) for m in modules]

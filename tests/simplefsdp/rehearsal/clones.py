@@ -15,7 +15,7 @@ from tests.ranks import METHOD
 
 
 class ClonesGroup(dist.ProcessGroup):
-    """What FSDP2 and DDP ask for, with data that went through gloo; not asynchronous."""
+    """A process group with the collectives of FSDP2 and DDP, whose data went through gloo; not asynchronous."""
 
     def __init__(self, gloo: Any, rank: int, size: int):
         super().__init__(rank, size)

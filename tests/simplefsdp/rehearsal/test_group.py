@@ -142,7 +142,7 @@ def _functional_coalesced(name: str, *args: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _dtensors(x: Tensor) -> Tensor:
-    """Of a tensor that all ranks have: split by each of them, and put together of what clones have."""
+    """Split a tensor that all ranks have, by each of them, and put it together from the parts of clones."""
     mesh = init_device_mesh("cpu", (4,))
     rows = distribute_tensor(x.view(4, 2), mesh, [Shard(0)], src_data_rank=None)
     columns = distribute_tensor(x.view(2, 4), mesh, [Shard(1)], src_data_rank=None)

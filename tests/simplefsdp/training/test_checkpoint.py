@@ -88,7 +88,7 @@ WRAPS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(scope="module")
 def saved(four_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Of three steps on four ranks; and what is in it, whole."""
+    """A checkpoint of three steps on four ranks, and its whole content."""
     path = tmp_path_factory.mktemp("checkpoint")
     return path, four_ranks.run(_save, path)[0]
 
