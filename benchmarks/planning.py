@@ -3,8 +3,8 @@
     python -m benchmarks.planning              # up to 126 layers, two minutes
 
 For each: seconds to search a plan without a memory budget, and under half of what that one needs beyond the least, by
-how much the predicted time is above the lower bound, and seconds to decide, under that budget, which weights stay whole
-from a forward graph to this one.
+how much the predicted time is above the lower bound, and seconds to decide, under that budget, which weights stay
+unsharded from a forward graph to this one.
 """
 
 import argparse

@@ -127,7 +127,7 @@ def module_state(tree: ast.Module) -> Iterator[str]:
                 yield ast.unparse(target)
 
 
-def test_what_modules_keep_between_calls_is_listed_with_its_reason() -> None:
+def test_module_state_is_listed_with_its_reason() -> None:
     kept = {
         f"{name}.{state}" for name, path in modules().items() for state in module_state(ast.parse(path.read_text()))
     }

@@ -1,14 +1,15 @@
-"""The operator that adds what earlier backwards have added up to a full gradient, in the backward that reduces both.
+"""The operator that adds an accumulated gradient to a full gradient, in the backward that reduces both.
 
 ::
 
-    full gradient - add_up(stand) - [pad] - reduction - wait -> ...
+    full gradient - add_up(proxy) - [pad] - reduction - wait -> ...
 
-A *stand* is a leaf of the shape of the full gradient and the dtype of the sum, without the memory of one: autograd has
-added up its ``grad`` (``simplefsdp/accumulation.py``). The operator takes that away when it runs, from the leaf that
-was offered and has the same storage, as a graph may be given another tensor of it. So one graph is for all
-accumulations, and what is read twice is added once. A backward may fail, or be asked for other gradients than the
-parameter's: unless that has come in the backward that took it, the sum is still there.
+A *proxy* is a leaf of the shape of the full gradient and the dtype of the sum, without the memory of one. Autograd has
+added up its ``grad`` (``simplefsdp/frontend/gradient_accumulation.py``). The operator takes ``grad`` away when it runs,
+from the proxy that was offered and has the same storage, as a graph may be given another tensor of that storage. So one
+graph serves all accumulations, and a parameter that is read twice gets the sum once. A backward may fail, or be asked
+for other gradients than the parameter's: the sum is gone only once the parameter has got its gradient in the backward
+that took the sum.
 """
 
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ from inductor_passes.torch_compat.autograd import current_backward
 
 @dataclass(eq=False)
 class _Offer:
+    """A proxy whose accumulated gradient ``add_up`` may take."""
+
     proxy: Tensor
     taken: Tensor | None = None
-    """The sum, by a backward whose gradient of the parameter has not come."""
+    """The sum, taken by a backward in which the parameter has not got its gradient yet."""
     backward: int = -1
-    """Which."""
+    """The number of that backward."""
 
     def restore(self) -> None:
         taken, self.taken = self.taken, None
@@ -35,35 +38,35 @@ class _Offer:
 
 
 _offers: dict[int, _Offer] = {}
-"""By storage of the stand."""
+"""Offers, by the storage of their proxies."""
 
 
 def offer(proxy: Tensor) -> None:
-    """Let ``add_up`` have what ``proxy`` has."""
+    """Let ``add_up`` take the accumulated gradient of ``proxy``."""
     _offers[proxy.untyped_storage()._cdata] = _Offer(proxy)
 
 
 def withdraw(proxy: Tensor) -> None:
-    """Let it have nothing; what was taken for nothing is restored."""
+    """Take back the offer of ``proxy``; restore a sum that was taken without reaching the parameter."""
     if (offered := _offers.pop(proxy.untyped_storage()._cdata, None)) is not None:
         offered.restore()
 
 
 def received(proxy: Tensor) -> None:
-    """To be called when the parameter has got its gradient: with what the same backward has taken."""
+    """Note that the parameter has got its gradient, with the sum that the same backward has taken."""
     offered = _offers.get(proxy.untyped_storage()._cdata)
     if offered is not None and offered.backward == current_backward():
         offered.taken = None
 
 
 def restore(proxy: Tensor) -> None:
-    """Put back what was taken for nothing; between backwards."""
+    """Put back a sum that was taken without reaching the parameter; to be called between backwards."""
     if (offered := _offers.get(proxy.untyped_storage()._cdata)) is not None:
         offered.restore()
 
 
 def add_up(gradient: Tensor, proxy: Tensor) -> Tensor:
-    """``gradient``, in the dtype of ``proxy``, and what that has added up, if it was offered: new and contiguous."""
+    """Return ``gradient`` in the dtype of ``proxy``, plus the offered sum if there is one: new memory, contiguous."""
     result = torch.empty(gradient.shape, dtype=proxy.dtype, device=gradient.device)
     offered, backward = _offers.get(proxy.untyped_storage()._cdata), current_backward()
     if offered is not None and offered.backward != backward != -1:
@@ -79,7 +82,7 @@ def _shape(gradient: Tensor, proxy: Tensor) -> Tensor:
 
 
 LIBRARY.define(
-    "add_up(Tensor gradient, Tensor stand) -> Tensor",
+    "add_up(Tensor gradient, Tensor proxy) -> Tensor",
     tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),  # a replayed graph would find nothing
 )
 LIBRARY.impl("add_up", add_up, "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""Which weights stay whole from forward to backward: the time that a second gather takes, against memory.
+"""Choose weights that stay unsharded from forward to backward: the time that a second gather takes, against memory.
 
 Weights are kept in the order in which backward needs them. Those that it needs first are held for the shortest time,
 and there is nothing yet under which their gather could hide. How many are kept is searched, with a schedule for each

@@ -339,7 +339,7 @@ def _change_to(
 
 
 def _resharding(explanation: Explanation) -> list[str]:
-    """Why weights stay whole, and why others do not."""
+    """Lines that say which weights are kept unsharded and why, and which are gathered again."""
     plan, (forward, backward) = explanation.plan, explanation.costs.cost_graphs
     lines = []
     if kept := [gather for gather in forward.gathers if gather.fqn in plan.keep_unsharded]:

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         save(profile, path)
     if int(os.environ.get("RANK", "0")) == 0:
-        print("\n".join([*_lines(profile, fits), f"kept in {path}"]))
+        print("\n".join([*_lines(profile, fits), f"cached in {path}"]))
 
 
 def _lines(profile: HardwareProfile, fits: Mapping[str, Mapping[str, LinkFit]]) -> Iterator[str]:

@@ -154,7 +154,7 @@ def reshard_decision(chosen: Reshard, fqn: str, plan: PlanRequest | None) -> boo
 def choose_unsharded_parameters(
     request: SearchRequest, graphs: Sequence[CostGraph], resident: int, undecided: Collection[str]
 ) -> frozenset[str]:
-    """Which of the parameters that are left to the planner stay whole until backward.
+    """Return which of the parameters that are left to the planner stay unsharded until backward.
 
     Args:
         halves: of graphs that gather all of these again.

@@ -1,15 +1,15 @@
-"""Eager: gather a weight where it is read, drop it when the module is done, gather it again in backward.
+"""Eager mode: gather a weight where it is read, free it when the module is done, gather it again in backward.
 
 [Note: calls]
 The calls of sharded modules form a stack. A weight is gathered at most once while the innermost call that read it
-lasts, and dropped when that call ends. What autograd has saved of it would keep it alive; so the outermost call
-installs hooks that save, in place of any view of a gathered weight, the parameter and the geometry of the view. In
-backward the first use gathers the weight again, the last use drops it: nothing else is computed again.
+lasts, and freed when that call ends. Values that autograd saves for backward would keep a weight alive. So the
+outermost call installs hooks that save, in place of any view of a gathered weight, the parameter and the geometry of
+the view. In backward the first use gathers the weight again and the last use frees it; nothing else is computed again.
 
-All reads of a parameter in one outermost call share a stand-in, so that their gradients are summed before one
+All reads of a parameter in one outermost call share an unsharded proxy, so that their gradients are summed before one
 reduction. Whether a collective is issued depends on the program alone, never on reference counts: ranks would diverge.
 
-Under torch.compile none of this runs; the passes see to the same.
+Under ``torch.compile`` none of this runs; the passes do the same.
 """
 
 import threading
@@ -44,11 +44,11 @@ class _Outermost:
     """State that all calls inside one outermost call share."""
 
     proxies: dict[int, Tensor] = field(default_factory=dict)
-    """Stand-ins of the parameters read so far, by ``id``."""
+    """Unsharded proxies of the parameters read so far, by ``id`` of the parameter."""
     weights: dict[int, "_RegatheredWeight"] = field(default_factory=dict)
-    """By ``id`` of the parameter."""
+    """Weights to gather again, by ``id`` of the parameter."""
     storages: dict[int, tuple[StorageWeakRef, "_RegatheredWeight", int]] = field(default_factory=dict)
-    """The gathered weights, by storage, and their version. The reference keeps the address from being used again."""
+    """Gathered weights and their versions, by storage; the reference keeps the address from being used again."""
     pack: Callable[[Tensor], Any] | None = None
     """The pack hook on saved tensors that this library pushed; ``None``: it pushed none."""
 
@@ -67,14 +67,14 @@ class _GatheredWeight:
         return cls(tensor, fqn, _version(tensor), tensor.untyped_storage()._cdata)
 
     def check_unchanged(self) -> None:
-        """Raise if it was changed in place: the shard would not change."""
+        """Raise ``RuntimeError`` if the weight was changed in place: the shard would not change."""
         if (_version(self.tensor), self.tensor.untyped_storage()._cdata) != (self.version, self.storage):
             raise RuntimeError(CHANGED_WHILE_UNSHARDED.format(self.fqn))
 
 
 CHANGED_WHILE_UNSHARDED = (
-    "{}: was changed in place while it was whole; that is a gathered copy, and the change would be lost. Change the "
-    "shard, outside of forward and under torch.no_grad()"
+    "{}: was changed in place while it was unsharded; that is a gathered copy, and the change would be lost. Change "
+    "the shard, outside of forward and under torch.no_grad()"
 )
 
 

@@ -1,14 +1,17 @@
-"""Gradient accumulation: full gradients are added up on each rank, and reduced together when that ends.
+"""Gradient accumulation: full gradients are added up on each rank, and reduced together with the last micro-batch.
 
-[Note: stands]
-A parameter whose gradients are to be added up has a *stand*: a leaf of the shape of its full weight, without the memory
-of one. What is read of the parameter takes the gradient there, eager and compiled, and autograd adds it up.
+[Note: proxies]
+A parameter whose gradients are added up has a *proxy*: a leaf of the shape of the full weight, without the memory of
+one. Every read of the parameter sends its gradient to the proxy, eager and compiled, and autograd adds the gradients up
+in ``proxy.grad``: the unsharded accumulated gradient.
 
-The next backward ends it. Code that is compiled for this takes what has been added up as its own gradients come, and
-reduces both together, where a plan has it (``inductor_passes/accumulate.py``). In eager, and where forward ran before
-this was known, gradients come to the stands once more. Either way the first to come sees to it that at the end of that
-backward what is left is reduced together (also what this backward did not reach), and that all stands are taken away. A
-graph that was made before may hold a stand still; its backward is followed by a reduction of its own.
+The next backward after ``set_requires_gradient_sync(True)`` ends the accumulation. Code that is compiled for this
+backward adds ``proxy.grad`` to each gradient as it comes, and reduces the sum in the bucket that the plan has for it
+(``inductor_passes/ops/accumulate.py``). In eager mode, and where forward ran before the switch was set, gradients go to
+the proxies once more. In both cases the first gradient that comes arranges that, at the end of this backward, whatever
+is left in the proxies is reduced together (also for parameters that this backward did not reach), and that all proxies
+are removed. A graph that was made earlier may still hold a proxy; the backward of that graph is followed by a reduction
+of its own.
 """
 
 import functools
@@ -34,9 +37,11 @@ class ShardedAttribute:
     name: str
     param: DTensor
     params: dict[str, ShardedParameter]
-    """All of the module's, by attribute name; so the stands, and those that are ending."""
+    """All sharded parameters of the module, by attribute name."""
     proxies: dict[str, Tensor]
+    """The proxies of the module, by attribute name."""
     ending: dict[str, Tensor]
+    """Those proxies whose accumulation ends with the next backward, by attribute name."""
 
     @property
     def info(self) -> ShardedParameter:
@@ -48,7 +53,7 @@ class ShardedAttribute:
 
 
 def sharded_attributes(root: Any) -> list[ShardedAttribute]:
-    """Every sharded parameter below ``root``; a tied one as often as it is held."""
+    """Return every sharded parameter below ``root``; a tied one as often as it is held."""
     states: list[tuple[Any, Any]] = [
         (module, state)
         for module in cast(nn.Module, root).modules()
@@ -103,7 +108,7 @@ class _LastBackward:
                 each.ending[each.name] = proxy
 
     def forget(self, proxy: Tensor) -> None:
-        """Leave out one that goes on."""
+        """Leave out a proxy whose accumulation goes on."""
         self.found = [member for member in self.found if member[1] is not proxy]
         for hook in self.hooks.pop(id(proxy)):
             hook.remove()
@@ -111,7 +116,7 @@ class _LastBackward:
         if not self.found:
             self.optimizers.remove()
 
-    def _came(self, _stand: Tensor) -> None:
+    def _came(self, _proxy: Tensor) -> None:
         after_backward(self._finish)  # each time: a backward that raises calls none of them
 
     def _finish(self) -> None:
@@ -139,11 +144,11 @@ class _LastBackward:
 
 
 _endings: Any = WeakTensorKeyDictionary()
-"""By stand."""
+"""The last backward that each proxy waits for."""
 
 
 def _proxy(each: ShardedAttribute) -> Tensor:
-    """A leaf of the shape of the full gradient, without its memory."""
+    """Return a leaf of the shape and dtype of the full gradient, without the memory of one."""
     if each.proxy is not None:
         return each.proxy
     comm = each.info.communication
@@ -153,12 +158,12 @@ def _proxy(each: ShardedAttribute) -> Tensor:
 
 
 def _once(members: list[tuple[ShardedAttribute, Tensor]]) -> list[tuple[ShardedAttribute, Tensor]]:
-    """Each stand by one of the attributes that hold its parameter."""
+    """Return each proxy once, with one of the attributes that hold its parameter."""
     return list({id(proxy): (each, proxy) for each, proxy in members}.values())
 
 
 def _reduce(members: list[tuple[ShardedAttribute, Tensor]]) -> None:
-    """Add the average over the ranks of what was added up on any of them to the parameters' gradients."""
+    """Add accumulated gradients, averaged over the ranks, to the gradients of parameters that any rank has one for."""
     _add_reduced([member for member, on_any in zip(members, _on_any_rank(members), strict=True) if on_any])
 
 
@@ -174,16 +179,16 @@ def _add_reduced(members: list[tuple[ShardedAttribute, Tensor]]) -> None:
 
 
 def _on_any_rank(members: list[tuple[ShardedAttribute, Tensor]]) -> list[bool]:
-    """Whether each has a gradient on any rank: whether it is reduced must not depend on this rank alone."""
+    """Return whether any rank has a gradient for each member: a reduction must not depend on this rank alone."""
     found = [proxy.grad is not None for _, proxy in members]
     communications = [each.info.communication for each, _ in members]
     for groups in dict.fromkeys((comm.shard_group, comm.replica_group) for comm in communications):
-        alike = [i for i, comm in enumerate(communications) if (comm.shard_group, comm.replica_group) == groups]
-        bits = torch.tensor([found[i] for i in alike], dtype=torch.int32, device=members[alike[0]][1].device)
+        together = [i for i, comm in enumerate(communications) if (comm.shard_group, comm.replica_group) == groups]
+        bits = torch.tensor([found[i] for i in together], dtype=torch.int32, device=members[together[0]][1].device)
         for group in groups:
             if group is not None:
                 bits = all_reduce_max(bits, group)
-        for i, bit in zip(alike, bits.tolist(), strict=True):
+        for i, bit in zip(together, bits.tolist(), strict=True):
             found[i] = bool(bit)
     return found
 

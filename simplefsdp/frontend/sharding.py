@@ -323,7 +323,7 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
 
 
 class _Stand(torch.autograd.Function):
-    """Stands for the full weight in the autograd graph, without its memory; its gradient is reduced, once."""
+    """Represents the full weight in the autograd graph, without its memory; its gradient is reduced, once."""
 
     @staticmethod
     def forward(ctx, local, comm, adds_up):

@@ -45,7 +45,7 @@ def measure_on_first_use(device: torch.device, ranks: int) -> Path | None:
             if not path.exists():
                 _measure_in_own_processes(path, ranks)
     except OSError as error:
-        log.warning("calibrate: nothing can be kept in %s: %s", path.parent, error)
+        log.warning("calibrate: no profile can be cached in %s: %s", path.parent, error)
         return None
     return path
 
@@ -54,7 +54,7 @@ def _measure_in_own_processes(path: Path, ranks: int) -> None:
     launch = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}"
     command = f"{launch} -m simplefsdp calibrate --device cpu --threads {torch.get_num_threads()}"
     log.warning(
-        "plan: measuring this CPU and the network between %d ranks, once, for a minute; it is kept in %s. "
+        "plan: measuring this CPU and the network between %d ranks, once, for a minute; the profile is cached in %s. "
         "options={'plan': 'block'} needs none of it",
         ranks,
         path,

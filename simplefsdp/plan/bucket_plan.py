@@ -128,7 +128,7 @@ class BucketPlan:
 
         Args:
             parameters: FQN and shape of all parameters of the model.
-            kept: those that stay whole from forward to backward, of
+            kept: those that stay unsharded from forward to backward, of
             used: those that the graph at hand uses.
         """
         planned = dict(self.parameters)

@@ -112,7 +112,7 @@ SYSTEMS: Mapping[str, System] = {
     "ddp": System(_ddp, compiled=False, sharded=False, own_streams=True),
     "single": System(_single, compiled=True, sharded=False),
 }
-"""By name. ``auto-kept``: the planner also decides which weights stay whole until backward.
+"""By name. ``auto-kept``: the planner also decides which weights stay unsharded until backward.
 ``inductor``: our frontend, no buckets, nothing moved by us: what the installed torch makes of it."""
 
 

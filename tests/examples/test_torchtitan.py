@@ -105,6 +105,6 @@ def test_a_checkpoint_of_one_process_is_trained_on(tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-6, msg=name)
 
 
-def test_what_is_not_supported_is_said(tmp_path: Path) -> None:
+def test_unsupported_torchtitan_flags_are_named(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"NotImplementedError: context parallelism: not supported"):
         train("ours", tmp_path, 2, parallelism__context_parallel_degree=2)

@@ -143,7 +143,7 @@ PAD, CAST = torch.ops.aten.constant_pad_nd.default, torch.ops.prims.convert_elem
     ],
     ids=["columns", "columns, rows as they are", "rows", "not with zeros", "more rows than ranks need", "rounded"],
 )
-def test_what_the_user_cuts_off_pads_and_rounds_stays_so(steps: list[tuple[Any, ...]]) -> None:
+def test_slices_pads_and_casts_of_the_user_stay_in_the_graph(steps: list[tuple[Any, ...]]) -> None:
     graph, x = Graph(), torch.arange(1.0, 37).view(9, 4) / 7
     with FakeTensorMode() as mode:
         outputs = []
@@ -186,7 +186,7 @@ def test_a_collective_that_no_bucket_has_is_an_error_that_names_its_parameter():
 
 
 @pytest.mark.usefixtures("one_of_four")
-def test_what_was_not_merged_is_an_error(monkeypatch):
+def test_a_bucket_whose_members_were_not_merged_is_an_error(monkeypatch):
     graph, _ = chains([GATHER, GATHER, ("avg", [2], torch.float32, "0", 0)])
     monkeypatch.setattr(bucket_pass, "_merge_gathers", lambda *_: None)
     with pytest.raises(PlanError, match="not merged, or lost: p0"):
@@ -194,7 +194,7 @@ def test_what_was_not_merged_is_an_error(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_of_four")
-def test_what_was_lost_in_merging_is_an_error(monkeypatch):
+def test_a_member_that_merging_lost_is_an_error(monkeypatch):
     merged = bucket_pass._collective
     monkeypatch.setattr(
         bucket_pass, "_collective", lambda like, packed, members, *o: merged(like, packed, members[:1], *o)
@@ -205,7 +205,7 @@ def test_what_was_lost_in_merging_is_an_error(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_of_four")
-def test_what_prepares_a_shard_comes_forward_and_compute_stays():
+def test_casts_and_pads_of_shards_move_forward_and_compute_stays():
     graph, compute = Graph(), (torch.ops.aten.neg.default, torch.ops.aten.abs.default, torch.ops.aten.exp.default)
     with FakeTensorMode():
         shards = [graph.placeholder(f"x{i}") for i in range(2)]
@@ -242,7 +242,7 @@ def test_the_record_of_a_graph_whose_collectives_are_others_cannot_be_updated():
 
 @pytest.mark.usefixtures("one_of_four")
 class TestGraphs(expecttest.TestCase):
-    def test_merged_gathers(self):
+    def test_merged_gathers_as_a_graph(self):
         graph, _ = chains([("gather", [2, 3], torch.float64, "0", 1), ("gather", [4], torch.float64, "0", 0)])
         merge(graph, ["p0", "p1"])
         self.assertExpectedInline(
@@ -264,7 +264,7 @@ return (neg_default, neg_default_1)
 """,
         )
 
-    def test_merged_reductions(self):
+    def test_merged_reductions_as_a_graph(self):
         graph, _ = chains([("avg", [2, 3], torch.float64, "0", 1), ("avg", [4], torch.float64, "0", 0)])
         merge(graph, ["p0", "p1"])
         self.assertExpectedInline(

@@ -216,7 +216,7 @@ def test_an_all_reduce_that_follows_belongs_to_its_reduction():
     assert replace(found[0], all_reduce_after=None).result is found[0].wait
 
 
-def test_what_leads_from_a_shard_to_its_gather_is_a_pad_a_cast_or_a_view():
+def test_only_pads_casts_and_views_may_lead_from_a_shard_to_its_gather():
     dist.destroy_process_group()
     with fake_group(4, 3):  # whose shard of 5 rows is empty, and padded
         model = simple_fsdp(nn.Linear(3, 5, bias=False), mp_policy=MixedPrecisionPolicy(torch.bfloat16))

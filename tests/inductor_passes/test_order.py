@@ -235,7 +235,7 @@ def test_a_bucket_with_points_that_the_graph_does_not_have_is_issued_at_the_star
     ]
 
 
-def test_what_one_node_uses_first_is_in_the_order_of_the_graph_on_every_rank():
+def test_weights_first_used_by_one_node_are_in_graph_order_on_every_rank():
     program = Program()
     fqns = [f"layers.{i}" for i in (3, 1, 4, 5, 9, 2, 6, 8)]
     weights = [_add_gather(program, Bucket((fqn,), None, fqn))[fqn] for fqn in fqns]
@@ -256,7 +256,7 @@ def test_a_gather_is_awaited_where_the_plan_says_though_its_own_use_is_later():
     assert sum(program.items[i].kind == "gathered" for i in before_it) == 2
 
 
-def test_what_needs_nothing_stays_where_it_is():
+def test_compute_that_needs_nothing_stays_where_it_is():
     program = Program()
     first, second = program.add(), program.add()
     program.add(second, reads_inputs=True)
@@ -287,7 +287,7 @@ def test_nodes_that_were_not_put_in_order_are_an_error(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_of_four")
-def test_what_is_unpacked_is_taken_out_at_once():
+def test_all_members_are_taken_out_of_an_unpacked_bucket_at_once():
     captured = capture(simple_fsdp(tiny_llama()), *batch(0, 0), plan="block")
     for graph in (captured.forward, captured.backward):
         nodes = list(graph.nodes)
@@ -310,7 +310,7 @@ def test_kernels_that_were_not_put_in_order_are_an_error(monkeypatch):
         compiled(torch.ones(4, 8))
 
 
-def test_what_is_not_in_order_is_said():
+def test_an_order_against_the_plan_is_an_error_that_names_the_node():
     program = Program()
     weight = _add_gather(program, Bucket(("a",), None, "a"))["a"]
     program.add(weight, reads_inputs=True)
@@ -338,7 +338,7 @@ def schedule(graph) -> str:
 
 @pytest.mark.usefixtures("one_of_four")
 class TestSchedules(expecttest.TestCase):
-    def test_block(self):
+    def test_order_of_plan_block(self):
         captured = capture(simple_fsdp(tiny_llama(layers=3)), *batch(0, 0), plan="block")
         self.assertExpectedInline(
             schedule(captured.forward),
@@ -391,7 +391,7 @@ wait tok_embeddings.weight
 """,
         )
 
-    def test_nothing_ahead(self):
+    def test_order_of_a_plan_without_prefetch(self):
         plan = manual_plan([["tok_embeddings", "layers.*"], ["norm", "output"]], prefetch=0)
         captured = capture(simple_fsdp(tiny_llama(layers=1)), *batch(0, 0), plan=plan)
         self.assertExpectedInline(

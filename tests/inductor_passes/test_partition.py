@@ -103,7 +103,7 @@ def test_inductor_generates_the_same_sequence_on_every_rank():
 
 
 @pytest.mark.usefixtures("one_of_four")
-def test_what_leads_to_a_gather_is_in_both_halves_and_shards_keep_their_shapes():
+def test_nodes_before_a_gather_are_in_both_graphs_and_shards_keep_their_shapes():
     model = simple_fsdp(tiny_llama(layers=1, ffn_dim=9), mp_policy=BF16)
     captured = capture(model, *batch(0, 0))
     shards = {fqn: p.to_local().shape for fqn, p in model.named_parameters()}

@@ -106,7 +106,7 @@ class Computed(nn.Module):
 
 
 @pytest.mark.parametrize("partitioner", PARTITIONERS)
-def test_what_is_computed_from_weights_alone_is_not_saved(partitioner):
+def test_values_computed_from_weights_alone_are_not_saved(partitioner):
     captured = capture(simple_fsdp(Computed()), torch.ones(2, 6), partitioner=partitioner)
     assert len(fqns(captured.forward, ALL_GATHER)) == len(fqns(captured.backward, ALL_GATHER)) == 3
     assert whole_weights_among_outputs(captured.forward) == []

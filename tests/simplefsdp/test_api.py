@@ -25,7 +25,7 @@ one_of_four = pytest.mark.usefixtures("one_of_four")
 
 
 @one_of_four
-def test_it_shards_in_place_and_returns_the_same_module():
+def test_simple_fsdp_shards_in_place_and_returns_the_same_module():
     model = tiny_llama()
     assert simple_fsdp(model) is model
     assert all(isinstance(p, DTensor) and isinstance(p, nn.Parameter) for p in model.parameters())
@@ -194,7 +194,7 @@ def test_every_rank_of_a_default_mesh_takes_part():
         lambda model: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True),
     ],
 )
-def test_what_the_backend_needs_survives_a_change_of_parameters(change):
+def test_sharding_information_survives_a_change_of_parameters(change):
     model = simple_fsdp(tiny_llama(layers=1))
     change(model)
     assert [p.simple_fsdp_info.fqn for p in model.parameters()] == [name for name, _ in model.named_parameters()]

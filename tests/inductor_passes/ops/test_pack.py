@@ -25,7 +25,7 @@ def turned(tensor: torch.Tensor) -> torch.Tensor:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(SHAPE, DTYPE, st.booleans()), min_size=1, max_size=5), st.integers(1, 4))
-def test_what_all_ranks_pack_is_unpacked_cast_and_padded(members, ranks):
+def test_packed_shards_of_all_ranks_are_unpacked_cast_and_padded(members, ranks):
     shards = [
         # of rank r: one row less than the first rank's, where there is one
         [numbered([max(0, shape[0] - bool(rank)), *shape[1:]], 10 * rank) for shape, _, _ in members]
@@ -72,7 +72,7 @@ def test_gradients_are_packed_as_fsdp2_does(members, ranks, cast, as_on_cuda):
         (False, [torch.float32], torch.float32, False),
     ],
 )
-def test_what_torch_packs_in_one_kernel(on_cuda, gradients, buffer, has):
+def test_gradients_of_one_dtype_on_cuda_are_packed_by_one_kernel_of_torch(on_cuda, gradients, buffer, has):
     given_as = [torch.empty(3, 2, dtype=dtype) for dtype in gradients]
     into = mock.Mock(is_cuda=on_cuda, dtype=buffer)
     assert copies._has_a_kernel(into, given_as) is has

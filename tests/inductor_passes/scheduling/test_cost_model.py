@@ -193,7 +193,7 @@ class TalksBetween(nn.Module):
         return F.linear(all_reduce(wide, "sum", [0, 1, 2, 3]) * 2 + wide, self.weight)
 
 
-def test_what_is_before_and_behind_a_collective_of_the_models_own_is_not_one_kernel() -> None:
+def test_pointwise_operators_around_a_collective_of_the_models_own_are_not_fused() -> None:
     forward, _ = cost_graphs(TalksBetween(), torch.ones(4, 8, requires_grad=True))
     nbytes = 4 * 8 * 4
     before, collective, behind = 2 * nbytes / 1000, 0.5 + 3.0 * (1 + nbytes / 100), 3 * nbytes / 1000
@@ -215,7 +215,7 @@ def test_rows_that_do_not_divide_give_every_rank_the_same() -> None:
     assert {gather.fqn: gather.prepared for gather in found[0][0].gathers} == {"weight": 2 * 6 * 4, "bias": 2 * 4}
 
 
-def test_what_is_cast_to_be_gathered_is_there_until_it_is() -> None:
+def test_a_shard_cast_for_its_gather_is_in_memory_until_the_gather_is_done() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     forward, _ = cost_graphs(Attends(), torch.ones(1, 2, 4, 8, dtype=torch.bfloat16), mp_policy=policy)
     (gather,) = forward.gathers

@@ -1,4 +1,4 @@
-"""Weights that stay whole: the graphs that they leave, and which are chosen."""
+"""Weights that stay unsharded: the graphs that they leave, and which are chosen."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def pair(kind: CollectiveKind = KIND, weights: int = 4, nbytes: int = 10) -> tup
 
 
 @pytest.mark.usefixtures("one_of_four")
-def test_what_keeping_is_taken_for_is_what_torch_makes_of_it() -> None:
+def test_graphs_predicted_for_unsharded_weights_are_those_that_torch_makes() -> None:
     def graphs(**reshard: bool) -> tuple[CostGraph, CostGraph]:
         choice: dict[str, Any] = {"*": True} | {
             name.replace("_", ".") + ".*": chosen for name, chosen in reshard.items()
@@ -60,7 +60,7 @@ def test_all_is_kept_where_nothing_hides_and_memory_is_free() -> None:
     assert choose_unsharded(*slow, []) == frozenset()
 
 
-def test_what_backward_needs_first_is_kept_where_the_rest_hides() -> None:
+def test_weights_that_backward_needs_first_are_kept_unsharded_where_the_rest_hides() -> None:
     fast = KIND._replace(alpha_s=0.0, s_per_byte=0.09)
     assert choose_unsharded(*pair(fast, weights=16), [f"w{i}" for i in range(16)]) == {"w15"}
 

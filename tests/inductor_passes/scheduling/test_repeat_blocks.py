@@ -76,7 +76,7 @@ def test_blocks_that_are_not_alike_are_not_repeated(widths: tuple[int, ...], exp
             repeat_blocks(graph, 7, number, renamed)
 
 
-def test_one_more_block_tells_whether_they_repeat() -> None:
+def test_a_trace_with_one_more_block_shows_whether_blocks_repeat() -> None:
     few, more = (traced(_Blocks(*[8] * layers, shared=True), torch.ones(4, 8)) for layers in (5, 6))
     assert repeat_blocks(few[0], 6, number, renamed) == more[0]
     assert repeat_blocks(few[1], 6, number, renamed) != more[1]  # its gradient is added up

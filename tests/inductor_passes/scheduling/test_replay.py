@@ -31,7 +31,7 @@ def backward(kind: CollectiveKind = SLOW) -> CostGraph:
     return CostGraph((3.0, 3.0, 3.0), (0, 0, 0), (0, 0, 0, 0), (), reductions)
 
 
-def test_what_is_awaited_where_it_is_issued_is_exposed() -> None:
+def test_a_collective_awaited_where_it_is_issued_is_exposed() -> None:
     timeline = least_memory_schedule(forward()).timeline
     assert (timeline.seconds, timeline.exposed) == pytest.approx((15.0, 6.0))
     assert timeline.starts == pytest.approx((2.0, 7.0, 12.0, 15.0))
@@ -58,7 +58,7 @@ def test_a_bucket_costs_one_alpha_and_a_copy_that_takes_its_bytes_again() -> Non
     assert timeline.memory == (max(50 + 60, 100 + 30), 200 + 30, 300 + 20, 80 + 10)
 
 
-def test_what_is_packed_or_prepared_takes_time_and_memory_until_the_gather_is_awaited() -> None:
+def test_a_packed_or_cast_shard_takes_time_and_memory_until_its_gather_is_awaited() -> None:
     kind = SLOW._replace(copy_s_per_byte=0.1, shard=0.5)
     a, b, c = forward(kind).gathers
     graph = forward()._replace(gathers=(a, b, c._replace(prepared=7)))
@@ -86,7 +86,7 @@ def test_members_of_two_kinds_are_two_collectives() -> None:
     assert [span.fqns for span in spans] == [("a", "c"), ("b",)]
 
 
-def test_what_a_byte_slows_compute_down_is_paid_where_it_is_issued() -> None:
+def test_compute_lost_for_each_byte_is_counted_at_the_issue() -> None:
     timeline = replay(backward(SLOW._replace(issue_s_per_byte=0.05)), Schedule((), (ScheduledBucket((0, 1, 2), 3, 3),)))
     assert timeline.seconds == pytest.approx(9.0 + 30 * 0.05 + 4.0)
 

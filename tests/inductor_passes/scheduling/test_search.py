@@ -128,7 +128,7 @@ def test_the_found_schedule_is_one_that_a_plan_can_say(graph: CostGraph, spare: 
 
 @given(cost_graphs(gathers=8, reductions=8), st.integers(0, 20), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
-def test_what_is_proposed_is_never_faster(graph: CostGraph, spare: int, random: Random) -> None:
+def test_a_proposed_schedule_is_never_faster_than_the_found_one(graph: CostGraph, spare: int, random: Random) -> None:
     """The members of proposed buckets are in any order."""
     budget = least_memory_schedule(graph).timeline.peak + spare
     names = [[member.fqn for member in members] for members in (graph.gathers, graph.reductions)]
@@ -295,7 +295,7 @@ def test_a_cut_is_late_by_no_more_than_the_best(graph: CostGraph) -> None:
 
 @given(cost_graphs(gathers=6, reductions=4), st.integers(0, 12))
 @settings(max_examples=60, deadline=None)
-def test_what_a_gather_would_hold_is_the_most_of_all_steps_until_it_is_used(graph: CostGraph, spare: int) -> None:
+def test_memory_of_a_gather_counts_the_fullest_step_until_its_use(graph: CostGraph, spare: int) -> None:
     window = _GatherIssue._most
 
     def checked(due: Any, run: Replay, k: int) -> int:

@@ -36,7 +36,7 @@ def test_the_first_gather_has_nothing_before_it() -> None:
     assert [span.fqns for span in first.spans] == [("a",)]
 
 
-def test_what_is_there_in_time_is_hidden() -> None:
+def test_a_collective_that_is_done_in_time_is_hidden() -> None:
     (_, second), _ = diagnose(
         forward(A, B), Schedule((ScheduledBucket((0,), 0, 0), ScheduledBucket((1,), 0, 1)), ()), math.inf
     )
@@ -79,7 +79,7 @@ def test_earlier_that_is_no_faster() -> None:
     assert gathers[1].closed == "the next is of another process group or dtype"
 
 
-def test_what_merging_with_the_next_would_do() -> None:
+def test_diagnosis_says_what_merging_with_the_next_bucket_would_do() -> None:
     graph = forward(A, B, C)
     schedule = Schedule((ScheduledBucket((0,), 0, 0), ScheduledBucket((1,), 0, 1), ScheduledBucket((2,), 0, 2)), ())
     assert [one.closed for one in diagnose(graph, schedule, math.inf)[0]] == [

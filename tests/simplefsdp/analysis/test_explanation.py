@@ -49,7 +49,7 @@ def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("name", ["block", "auto", "kept"])
-def test_it_agrees_with_the_plan_and_the_prediction(
+def test_an_explanation_agrees_with_the_plan_and_the_prediction(
     reports: Path, explained: dict[str, Explanation], name: str
 ) -> None:
     found, (folder,) = explained[name], (reports / name).iterdir()
@@ -105,7 +105,7 @@ def test_a_screen_shows_what_is_exposed_longest(explained: dict[str, Explanation
     assert len(found.text().splitlines()) <= 50
 
 
-def test_what_is_proposed_is_what_it_brings(explained: dict[str, Explanation]) -> None:
+def test_a_suggested_change_brings_the_gain_that_is_stated(explained: dict[str, Explanation]) -> None:
     block, auto, kept = (explained[name] for name in ("block", "auto", "kept"))
     changes = {change.what: change for change in block.changes}
     assert [change.gain for change in block.changes] == sorted((c.gain for c in block.changes), reverse=True)
@@ -162,7 +162,7 @@ def test_two_reports_are_compared(
     assert f"-plan {block.plan.hash}" in text
 
 
-def test_what_is_no_report_is_said(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_a_report_is_named(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match=r"simplefsdp explain: .*: no report here"):
         printed(capsys, monkeypatch, tmp_path)
     planned(tmp_path, "block", profile=None)

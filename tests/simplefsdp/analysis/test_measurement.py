@@ -96,7 +96,9 @@ def test_each_bucket_of_the_plan_was_measured(
         assert bucket.measured.communication_s == pytest.approx(bucket.communication_s, rel=0.01)
 
 
-def test_it_is_part_of_the_report(measured: tuple[Path, Measurement, list[Any]], explained: Explanation) -> None:
+def test_a_measurement_is_written_into_the_report(
+    measured: tuple[Path, Measurement, list[Any]], explained: Explanation
+) -> None:
     graph, found, _ = measured
     text = (graph / "measurement.json").read_text()
     read_again = Measurement.from_json(text)
@@ -179,7 +181,7 @@ def times_of(run: GraphRun) -> list[tuple[int, ...]]:
     return [tuple(round(getattr(one, name)) for name in names) for one in run.collectives]
 
 
-def test_what_the_profiler_saw_is_matched_in_order() -> None:
+def test_profiler_events_are_matched_to_collectives_in_order() -> None:
     record = Record("forward", (), (), ISSUED, (0, 1, -1, -2))
     steps = [("gather", 300, 320), ("gather", 305, 315), ("reduce_", 330, 340), ("wait", 400, 450), ("wait", 500, 510)]
     carried = [("gather", 250, 290), ("gather", 310, 445), ("reduce", 445, 470), ("reduce", 600, 700)]
@@ -254,14 +256,14 @@ def test_a_gpu_is_held_up_where_its_stream_waits(
     assert times_of(run) == [times]
 
 
-def test_what_a_gpu_has_still_to_do_when_nothing_is_launched_is_not_waited_for() -> None:
+def test_kernels_still_queued_on_a_gpu_are_not_counted_as_waits() -> None:
     record = Record("forward", (), (), ISSUED[:1], (0, -1))
     idle = [("kernel", 7, 150, 160, 170), ("kernel", 7, 250, 260, 270), ("kernel", 20, 310, 312, 390)]
     (run,) = runs_of([record], *seen_in(cuda_trace(*idle)))
     assert times_of(run) == [(100, 112, 190, 200, 0)]
 
 
-def test_what_nobody_waits_for_is_not_exposed() -> None:
+def test_a_collective_that_nobody_awaits_is_not_exposed() -> None:
     record = Record("backward", (), (), ISSUED[:1], (0,))
     (run,) = runs_of([record], events_of(("gather", 300, 320)))
     (one,) = run.collectives
@@ -279,7 +281,7 @@ def test_another_order_than_was_compiled_is_an_error(steps: list[tuple[str, int,
 
 
 @pytest.mark.usefixtures("one_of_four")
-def test_what_cannot_be_measured_is_said() -> None:
+def test_a_step_that_cannot_be_measured_is_an_error() -> None:
     with pytest.raises(ValueError, match="steps: expected a positive number, found 0"):
         measure(lambda: None, steps=0)
     with pytest.raises(RuntimeError, match="no graph compiled with backend='simplefsdp' has run in step_fn"):

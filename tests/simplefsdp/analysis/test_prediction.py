@@ -61,7 +61,7 @@ def test_evaluation_has_no_optimizer() -> None:
 
 
 @pytest.mark.usefixtures("one_of_four")
-def test_what_is_not_trained_has_no_optimizer_state() -> None:
+def test_frozen_parameters_have_no_optimizer_state() -> None:
     info = next(simple_fsdp(nn.Linear(6, 10, bias=False)).parameters()).simple_fsdp_info
     shard = 3 * 6
     assert step_state([(info, torch.float32, True)]) == (1, shard * (4 + 8), shard * 28)
@@ -87,7 +87,9 @@ def test_plan_and_prediction_are_artifacts_of_torchs_own_trace(caplog: pytest.Lo
 
 @pytest.mark.usefixtures("one_of_four")
 @pytest.mark.parametrize("plan", ["auto", "block"])
-def test_it_is_logged_and_part_of_the_report(tmp_path: Path, caplog: pytest.LogCaptureFixture, plan: str) -> None:
+def test_a_prediction_is_logged_and_written_into_the_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, plan: str
+) -> None:
     model = simple_fsdp(tiny_llama())
     options: Any = {"plan": plan, "profile": PROFILE, "lower_with": "aot_eager", "report_dir": str(tmp_path)}
     with caplog.at_level(logging.INFO, "simplefsdp"):

@@ -23,7 +23,7 @@ def written(folder: Path, plan: str, mesh: Any = None) -> tuple[list[dict[str, A
 
 @pytest.mark.usefixtures("one_of_four")
 @pytest.mark.parametrize("plan", ["auto", "block"])
-def test_it_shows_what_is_predicted(tmp_path: Path, plan: str) -> None:
+def test_a_timeline_shows_predicted_compute_collectives_and_memory(tmp_path: Path, plan: str) -> None:
     events, prediction, chosen = written(tmp_path, plan)
     scheduled = [event for event in events if event["ph"] == "X"]
     sums = {cat: sum(e["dur"] for e in scheduled if e["cat"] == cat) for cat in ("compute", "exposed")}

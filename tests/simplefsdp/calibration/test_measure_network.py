@@ -26,7 +26,7 @@ def test_a_fit_of_what_gets_no_slower_is_no_negative_number() -> None:
     assert found.s_per_byte > 0
 
 
-def test_what_was_measured_between_nodes_is_what_the_network_gives_back() -> None:
+def test_a_network_gives_back_the_times_that_were_measured_between_nodes() -> None:
     inside, between = LinkFit(1e-5, 1e-11, 0.0), LinkFit(1e-4, 1e-9, 0.0)
     levels = {"inside": _links({"all_gather": inside}, 1), "between": _links({"all_gather": between}, 2)}
     network = Network("measured", "here", 2, 2, **levels)

@@ -71,7 +71,7 @@ def test_the_plan_is_that_of_the_compilation(
         assert one.prediction == other.prediction
 
 
-def test_it_says_what_a_step_takes_and_saves_a_report(
+def test_plan_prints_what_a_step_takes_and_saves_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan(monkeypatch, *SMALL, "--out", tmp_path)

@@ -119,7 +119,7 @@ def test_bad_input_is_named(arguments: str, words: str, monkeypatch: pytest.Monk
     assert not dist.is_initialized()
 
 
-def test_what_a_step_needs_is_known_before_anything_is_allocated() -> None:
+def test_memory_of_a_step_is_known_before_anything_is_allocated() -> None:
     with rehearsal.world(4, None):
         mesh = init_device_mesh("cpu", (4,))
         workload = Workload(

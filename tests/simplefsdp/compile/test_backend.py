@@ -100,7 +100,7 @@ def test_the_default_plan_says_what_it_means(caplog):
 
 
 @one_of_four
-def test_compile_in_place():
+def test_module_compile_in_place_uses_the_backend():
     model = simple_fsdp(tiny_llama())
     model.compile(backend="simplefsdp", fullgraph=True, options={"plan": "block", "lower_with": "aot_eager"})
     model(*batch(0, 0)).backward()
@@ -261,7 +261,7 @@ def test_a_report_shows_each_graph_before_and_after_each_pass_also_from_a_warm_c
 
 
 @pytest.mark.parametrize("plan", ["block", pytest.param("none", marks=pytest.mark.slow)])
-def test_what_is_planned_is_logged_once_also_from_a_warm_cache(caplog, plan):
+def test_a_plan_is_logged_once_also_from_a_warm_cache(caplog, plan):
     counters = torch._dynamo.utils.counters["aot_autograd"]
     with fresh_cache():
         for world in ("cold", "warm"):

@@ -164,7 +164,7 @@ class BreaksInside(nn.Module):
 
 
 @pytest.mark.parametrize("options", [AOT_EAGER, INDUCTOR])
-def test_graph_breaks(two_ranks: Ranks, options: dict[str, Any]) -> None:
+def test_a_model_with_graph_breaks_trains_as_a_single_process(two_ranks: Ranks, options: dict[str, Any]) -> None:
     two_ranks.run(_graph_breaks, options)
 
 

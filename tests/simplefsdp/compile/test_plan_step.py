@@ -170,7 +170,7 @@ def test_without_a_budget_the_memory_of_a_gpu_is_the_limit(
 
 @pytest.mark.usefixtures("one_of_four")
 @pytest.mark.slow
-def test_what_is_left_to_a_planner_is_as_a_saved_plan_has_it_and_else_resharded(tmp_path: Path) -> None:
+def test_reshard_auto_follows_a_saved_plan_and_is_true_without_a_planner(tmp_path: Path) -> None:
     whole = planned(tmp_path / "free", reshard="auto")
     assert planned(tmp_path / "saved", whole, reshard="auto") == whole
     saved = planned(tmp_path / "block", "block")
@@ -192,7 +192,7 @@ def test_greedy_under_a_budget_that_it_does_not_keep_is_what_needs_least(tmp_pat
 
 
 @pytest.mark.usefixtures("one_of_four")
-def test_what_the_plan_depends_on_is_in_the_key_and_compared(tmp_path: Path) -> None:
+def test_profile_budget_and_planner_are_in_the_cache_key_and_compared(tmp_path: Path) -> None:
     model = simple_fsdp(tiny_llama())
     path = tmp_path / "profile.json"
     save(PROFILE, path)

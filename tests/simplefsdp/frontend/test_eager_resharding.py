@@ -284,7 +284,7 @@ class AssignsData(nn.Linear):
 @pytest.mark.parametrize(("kind", "lowering"), [(Clamps, "eager"), (AssignsData, "eager"), (Clamps, "aot_eager")])
 def test_a_weight_changed_in_forward_is_an_error(kind: type[nn.Linear], lowering: str) -> None:
     forward = lowered(simple_fsdp(nn.Sequential(kind(6, 6))), lowering)
-    with pytest.raises(Exception, match=r"0\.weight: was changed in place while it was whole"):
+    with pytest.raises(Exception, match=r"0\.weight: was changed in place while it was unsharded"):
         forward(torch.ones(2, 6))
 
 

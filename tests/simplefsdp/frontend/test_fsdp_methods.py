@@ -265,7 +265,7 @@ def _stale() -> None:
     model.unshard()
     with torch.no_grad():
         model[0].weight.mul_(2)
-    with pytest.raises(RuntimeError, match=r"0\.weight: was changed in place while it was whole"):
+    with pytest.raises(RuntimeError, match=r"0\.weight: was changed in place while it was unsharded"):
         model.reshard()
 
 
@@ -335,7 +335,7 @@ def test_a_part_may_go_on_adding_up() -> None:
 
 @pytest.mark.parametrize("mode", ["fully_shard", "hybrid_shard", "replicate"])
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float16], ids=["as it is", "fp16"])
-def test_what_was_added_up_is_reduced_as_it_is_at_once(
+def test_an_accumulation_reduces_to_the_gradients_of_one_without(
     four_ranks: Ranks, mode: str, reduce_dtype: torch.dtype | None
 ) -> None:
     four_ranks.run(_same_bits, mode, reduce_dtype)

@@ -59,7 +59,7 @@ def test_the_graph_that_ends_it_has_the_buckets_of_one_without() -> None:
 
 
 @pytest.mark.usefixtures("one_of_four")
-def test_one_that_goes_on_is_not_ended() -> None:
+def test_an_accumulation_that_goes_on_is_not_ended() -> None:
     model: Any = simple_fsdp(nn.Linear(8, 8))
     for sync, reductions in ((False, 0), (True, 2), (False, 0)):
         model.set_requires_gradient_sync(sync)
@@ -286,7 +286,7 @@ def _in_a_backward(function: Any) -> None:
     _Runs.apply(torch.ones(1, requires_grad=True), function).backward()
 
 
-def test_what_is_offered_is_given_once_and_until_it_has_been_received() -> None:
+def test_an_offered_sum_is_taken_once_and_restored_until_it_was_received() -> None:
     gradient = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3).t()
     proxy = torch.zeros(()).expand(3, 2).requires_grad_()
     proxy.grad = torch.ones(3, 2)

@@ -181,7 +181,7 @@ def test_a_whole_copy_is_freed_and_made_again_unless_it_is_to_stay(mesh: DeviceM
         assert {node: copied.get(node) for node in again} == {node: node.meta["val"].nbytes for node in again}
 
 
-def test_what_is_offloaded_takes_no_memory_of_the_device(mesh: DeviceMesh) -> None:
+def test_offloaded_shards_take_no_memory_of_the_device(mesh: DeviceMesh) -> None:
     kept = simple_fsdp(tiny_llama(), init_device_mesh("cpu", (4,)), mp_policy=BF16)
     states, results, peaks = [], [], []
     for model, inputs in ((kept, batch(0, 0)[0]), (offloaded(mesh), tokens())):
@@ -305,7 +305,7 @@ def _second_derivatives() -> None:
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def test_what_is_no_policy_is_refused(mesh: DeviceMesh) -> None:
+def test_an_offload_policy_of_another_type_is_refused(mesh: DeviceMesh) -> None:
     for wrong, name in ((CPUOffloadPolicy, "CPUOffloadPolicy"), (True, "bool")):
         with pytest.raises(TypeError, match=f"offload_policy: expected .*CPUOffloadPolicy or None, found .*{name}"):
             simple_fsdp(nn.Linear(4, 4), mesh, offload_policy=wrong)  # type: ignore[arg-type]

@@ -189,7 +189,7 @@ def _convert(lowering: str) -> None:
 
 @one_of_four
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_and_bfloat16(dtype: torch.dtype) -> None:
+def test_half_and_bfloat16_convert_shards(dtype: torch.dtype) -> None:
     model = simple_fsdp(tiny_llama(layers=1))
     model = model.half() if dtype is torch.float16 else model.bfloat16()
     tokens, _ = batch(0, 0)

@@ -134,7 +134,7 @@ def _loss_parallel(lowering: str) -> None:
 
 
 @pytest.mark.parametrize("lowering", ["eager", "auto"])
-def test_so_does_one_that_is_taken_of_the_models_logits(four_ranks: Ranks, lowering: str) -> None:
+def test_a_parallel_loss_outside_of_the_model_trains_bitwise_as_with_fsdp2(four_ranks: Ranks, lowering: str) -> None:
     """Outside of the model, and so of the graph, which gives and takes parts of them."""
     four_ranks.run(_loss_parallel_outside, lowering)
 
@@ -173,7 +173,7 @@ def test_no_rank_has_whole_logits_where_the_loss_is_parallel() -> None:
 
 
 @pytest.mark.slow
-def test_it_trains_as_a_single_process(four_ranks: Ranks) -> None:
+def test_a_tensor_parallel_model_trains_as_a_single_process(four_ranks: Ranks) -> None:
     four_ranks.run(_single)
 
 
@@ -260,7 +260,7 @@ def test_its_own_collectives_are_left_where_they_are(plan: str) -> None:
     }
 
 
-def test_what_is_replicated_and_summed_by_both_is_not_taken_for_one() -> None:
+def test_gradients_summed_over_both_meshes_are_reduced_over_both() -> None:
     """In a model that is replicated over one dimension, the norms' gradients are all-reduced over ``tp``, then ``dp``:
     the first is the model's own."""
     with rehearsal.world(8, PROFILE.network):
@@ -323,7 +323,7 @@ def _load() -> None:
 
 
 @pytest.mark.usefixtures("one_of_four")
-def test_what_does_not_fit_together_is_named() -> None:
+def test_meshes_that_do_not_fit_together_are_named() -> None:
     mesh = mesh_of(2, 2)
     model = branches(mesh["tp"])
     with pytest.raises(

@@ -47,7 +47,7 @@ class Holder(nn.Module):
 
 @pytest.mark.usefixtures("one_of_four")
 class TestArguments(expecttest.TestCase):
-    def test_types(self) -> None:
+    def test_arguments_of_other_types_are_refused(self) -> None:
         texts = [
             said(lambda: simple_fsdp(None)),  # type: ignore[type-var]
             said(lambda: simple_fsdp(nn.Linear)),  # type: ignore[type-var]
@@ -77,7 +77,7 @@ TypeError: gradient_divide_factor: expected a number, found '2'
 TypeError: ignored_params: expected parameters, found str""",
         )
 
-    def test_values(self) -> None:
+    def test_values_that_are_not_valid_are_refused(self) -> None:
         texts = [
             refuse(mode="fuly_shard"),
             refuse(mode="hybrid_shard"),
@@ -97,7 +97,7 @@ ValueError: gradient_divide_factor: expected a positive number, found nan
 ValueError: ignored_params: a parameter of shape (3,) is not one of the model's""",
         )
 
-    def test_placements(self) -> None:
+    def test_placements_that_are_not_valid_are_refused(self) -> None:
         texts = [
             refuse(shard_placement_fn=lambda _param: Shard(1)),
             refuse(shard_placement_fn=lambda _param: Shard(-3)),
@@ -113,7 +113,7 @@ TypeError: shard_placement_fn: expected a Shard or None for weight, found Replic
 TypeError: shard_placement_fn: expected a Shard or None for weight, found 0""",
         )
 
-    def test_meshes(self) -> None:
+    def test_meshes_that_do_not_fit_the_mode_are_refused(self) -> None:
         other_device = init_device_mesh("cpu", (4,))
         other_device._device_type = "cuda"
         names = ("a", "b", "c")
@@ -136,7 +136,7 @@ ValueError: weight: found on device 'cpu', but mesh is on 'cuda'; move the model
 ValueError: mesh: rank 0 is not part of DeviceMesh((3,), 'cpu', stride=(1,)); call simple_fsdp only on its ranks""",
         )
 
-    def test_no_process_group(self) -> None:
+    def test_a_missing_process_group_is_refused(self) -> None:
         torch.distributed.destroy_process_group()
         text = said(lambda: simple_fsdp(linear()))
         torch.distributed.init_process_group("fake", store=torch.distributed.HashStore(), rank=0, world_size=4)
@@ -148,7 +148,7 @@ ValueError: mesh: rank 0 is not part of DeviceMesh((3,), 'cpu', stride=(1,)); ca
 
 @pytest.mark.usefixtures("one_of_four")
 class TestParameters(expecttest.TestCase):
-    def test_kinds(self) -> None:
+    def test_parameters_that_cannot_be_sharded_are_refused(self) -> None:
         class Quantized(nn.Parameter):
             """As weights of bitsandbytes and torchao are."""
 
@@ -225,7 +225,7 @@ class KeepsAView(nn.Module):
 
 @pytest.mark.usefixtures("one_of_four")
 class TestModules(expecttest.TestCase):
-    def test_kinds(self) -> None:
+    def test_modules_that_cannot_be_sharded_are_refused(self) -> None:
         modules: list[Any] = [
             torch.jit.script(nn.Linear(2, 8)),
             torch.compile(linear(), backend="eager"),
@@ -248,7 +248,7 @@ ValueError: 1 (EmbeddingBag): sparse=True makes sparse gradients, which cannot b
 ValueError: 1 (KeepsAView): 'transposed' is a view of a parameter, which would not see its gradient; make it in forward""",
         )
 
-    def test_sharded_already(self) -> None:
+    def test_a_model_that_is_sharded_already_is_refused(self) -> None:
         model = simple_fsdp(tiny_llama(layers=1))
         texts = [refuse(model), refuse(model.layers[0]), refuse(model.norm, ignored_params=[model.norm.weight])]
         whole = nn.Sequential(simple_fsdp(linear()), linear())
@@ -267,7 +267,7 @@ ValueError: ignored_params: weight is sharded already""",
 class TestAfterwards(expecttest.TestCase):
     """Changes to a sharded module that would leave the ranks with different weights."""
 
-    def test_changes(self) -> None:
+    def test_changes_after_sharding_are_refused(self) -> None:
         model = simple_fsdp(nn.Sequential(linear(), nn.Linear(8, 2, bias=False)))
         changes: list[Callable[[], Any]] = [
             functools.partial(setattr, model[0], "weight", nn.Parameter(torch.zeros(8, 2))),
@@ -304,7 +304,7 @@ RuntimeError: 2.weight: a module added to a sharded Sequential is not sharded, n
         assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "1.bias"]
         assert model[1].weight.grad is not None
 
-    def test_errors_while_reading(self) -> None:
+    def test_an_error_while_reading_a_weight_is_not_swallowed(self) -> None:
         model = simple_fsdp(linear())
 
         def fails(*_args: Any) -> Tensor:

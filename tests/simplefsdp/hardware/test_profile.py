@@ -143,7 +143,7 @@ PROFILE = HardwareProfile(
         ("attention", torch.float32, 1e7, 7e8),  # as all there is
     ],
 )
-def test_seconds_of_compute(kind: str, dtype: torch.dtype, flops: float, rate: float) -> None:
+def test_seconds_of_compute_follow_the_curves(kind: str, dtype: torch.dtype, flops: float, rate: float) -> None:
     assert PROFILE.compute_s(kind, dtype, flops) == pytest.approx(flops / rate)
 
 
@@ -173,7 +173,7 @@ def test_profiles_that_cannot_be_are_named(change: dict[str, Any], message: str)
         replace(PROFILE, **change)
 
 
-def test_profiles_are_files(tmp_path: Path) -> None:
+def test_profiles_are_saved_and_loaded_and_wrong_fields_are_named(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     save(PROFILE, path)
     assert load_profile(path) == PROFILE

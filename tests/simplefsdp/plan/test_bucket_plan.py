@@ -86,7 +86,7 @@ def plan(prefetch: int = 1, has_all_reduce: bool = False) -> BucketPlan:
 
 
 class TestResolved(expecttest.TestCase):
-    def test_one_bucket_ahead(self):
+    def test_plan_with_a_prefetch_of_one_bucket(self):
         self.assertExpectedInline(
             plan().explain(),
             """\
@@ -128,7 +128,7 @@ reductions:
     0.0%  tok.weight: issued when complete, awaited at the end""",
         )
 
-    def test_two_buckets_ahead(self):
+    def test_plan_with_a_prefetch_of_two_buckets(self):
         self.assertExpectedInline(
             plan(prefetch=2).explain(),
             """\
@@ -149,7 +149,7 @@ reductions:
     0.0%  tok.weight: issued when complete, awaited at the end""",
         )
 
-    def test_nothing_ahead(self):
+    def test_plan_without_prefetch(self):
         self.assertExpectedInline(
             plan(prefetch=0).explain(),
             """\
@@ -170,7 +170,7 @@ reductions:
     0.0%  tok.weight: issued when complete, awaited at once""",
         )
 
-    def test_as_a_file(self):
+    def test_plan_as_a_file(self):
         self.assertExpectedInline(
             plan().to_json(),
             """\

@@ -124,7 +124,9 @@ def _go_on(path: Path, expected: Any, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_it_is_loaded_in_every_mode_and_by_fsdp2(four_ranks: Ranks, saved: tuple[Path, Any], wrap: str) -> None:
+def test_a_checkpoint_is_loaded_in_every_mode_and_by_fsdp2(
+    four_ranks: Ranks, saved: tuple[Path, Any], wrap: str
+) -> None:
     four_ranks.run(_other_mode, *saved, wrap)
 
 
@@ -135,7 +137,7 @@ def _other_mode(path: Path, expected: Any, wrap: str) -> None:
 
 
 @pytest.mark.parametrize("wrap", ["hybrid_shard", "replicate", "fsdp2"])
-def test_one_of_every_mode_and_of_fsdp2_is_loaded(four_ranks: Ranks, tmp_path: Path, wrap: str) -> None:
+def test_checkpoints_of_every_mode_and_of_fsdp2_are_loaded(four_ranks: Ranks, tmp_path: Path, wrap: str) -> None:
     four_ranks.run(_from_other_mode, tmp_path, wrap)
 
 

@@ -35,7 +35,7 @@ def models(kind: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["tensor parallel", "hybrid", "replicate", "fully"])
-def test_it_is_that_of_the_whole_gradients(four_ranks: Ranks, kind: str) -> None:
+def test_the_norm_is_that_of_the_whole_gradients(four_ranks: Ranks, kind: str) -> None:
     assert len(set(four_ranks.run(_clip, kind))) == 1
 
 
@@ -81,7 +81,7 @@ def _count() -> None:
     assert len(called) == 2
 
 
-def test_one_rank_alone_may_have_no_gradient_and_what_is_not_finite_is_told_to_all(four_ranks: Ranks) -> None:
+def test_one_rank_may_have_no_gradient_and_a_norm_that_is_not_finite_is_told_to_all(four_ranks: Ranks) -> None:
     four_ranks.run(_not_finite)
 
 
@@ -104,7 +104,7 @@ def _not_finite() -> None:
 
 
 @pytest.mark.usefixtures("one_of_four")
-def test_one_parameter_none_and_bad_arguments() -> None:
+def test_clipping_one_parameter_none_and_bad_arguments() -> None:
     model = simple_fsdp(nn.Linear(6, 8))
     assert clip_grad_norm_([], 1.0) == 0
     assert clip_grad_norm_(model.parameters(), 1.0) == 0

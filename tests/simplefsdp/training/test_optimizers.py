@@ -94,7 +94,7 @@ def _on_shards() -> None:
             same_state(ours, plain)
 
 
-def test_what_step_on_shards_does_not_take() -> None:
+def test_optimizers_that_need_whole_matrices_are_refused_by_step_on_shards() -> None:
     weight = nn.Parameter(torch.ones(2))
     with pytest.raises(TypeError, match=r"optimizer: expected one of Adadelta, .*, found LBFGS"):
         step_on_shards(torch.optim.LBFGS([weight]))
