@@ -389,11 +389,10 @@ def _busy(seconds: float) -> None:
 
 
 def test_exposed_time_is_that_of_the_schedule_by_hand() -> None:
-    """Compute of 5 x 20 ms, gathers of 50 ms on two channels, awaited at 40, 70 and 90 ms, done at 50, 70 and 100 ms; and one
-    gather that is awaited at once.
+    """Compute of 5 x 20 ms, gathers of 50 ms on two channels, awaited at 40, 70 and 90 ms, done at 50, 70 and 100 ms.
 
-    When compute waits depends on this machine. When a collective is done follows from its issue, and a wait lasts until
-    its own collective is done, whatever else is on its way.
+    A fourth gather is awaited at once. When compute waits depends on this machine. When a collective is done follows
+    from its issue, and a wait lasts until its own collective is done, whatever else is on its way.
     """
     network = flat("50 ms", 8, alpha_s=0.05, bandwidth_bytes_per_s=1e12)
     with rehearsal.world(4, network) as world:
