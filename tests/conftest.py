@@ -1,6 +1,7 @@
 import os
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -14,12 +15,32 @@ _cache = tempfile.TemporaryDirectory()
 os.environ["XDG_CACHE_HOME"] = _cache.name
 
 
+_LEFT_OUT = pytest.StashKey[Counter[str]]()
+"""Number of deselected tests, by folder."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cases that have TorchInductor compile with g++ are slow."""
+    """Mark tests by what they cost; cases in which TorchInductor compiles with g++ are slow."""
     for item in items:
         case = getattr(item, "callspec", None)
         if case and "inductor" in case.params.values():
             item.add_marker(pytest.mark.slow)
+        if {"two_ranks", "four_ranks"}.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.ranks)
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Remember the tests that ``-m`` or ``-k`` leaves out."""
+    for item in items:
+        folder = item.path.parent.relative_to(item.config.rootpath).as_posix()
+        item.config.stash.setdefault(_LEFT_OUT, Counter())[folder] += 1
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how many tests were left out, by folder."""
+    if left_out := config.stash.get(_LEFT_OUT, None):
+        folders = ", ".join(f"{folder} {count}" for folder, count in sorted(left_out.items()))
+        terminalreporter.write_line(f"left out: {left_out.total()} tests ({folders}); make test-all runs all of them")
 
 
 @pytest.fixture(scope="module")

@@ -34,16 +34,17 @@ _STEP = "simplefsdp.measure"
 
 
 def measure(step_fn: Callable[[], Any], steps: int = 3) -> Measurement:
-    """Call ``step_fn``, which makes one training step, ``steps`` times, and say how its collectives went.
+    """Run ``step_fn``, which makes one training step, ``steps`` times, and return the times of its collectives.
 
-    What is compiled in the meantime takes its time, so let it be compiled before. Where a graph has a report
+    Compilation counts as part of a step, so run ``step_fn`` once before. Where a graph has a report
     (``options={"report_dir": ...}``), the measurement is written there: ``measurement.json``, and a track beside the
-    predicted one in ``timeline.json``; ``simplefsdp explain`` then compares both. Ranks call it together, as any step.
+    predicted one in ``timeline.json``; ``simplefsdp explain`` then compares both. All ranks call ``measure`` together,
+    as they do with any step.
 
     Raises:
         ValueError: ``steps`` is not positive.
-        RuntimeError: no graph that ran was compiled with ``backend="simplefsdp"``, or one did not issue its collectives
-            in the order that its record has: with ``plan="none"`` torch's own passes may have moved them.
+        RuntimeError: no graph that ran was compiled with ``backend="simplefsdp"``, or a graph did not issue its
+            collectives in the order of its record: with ``plan="none"`` torch's own passes may have moved them.
     """
     if steps < 1:
         raise ValueError(f"steps: expected a positive number, found {steps}")

@@ -12,46 +12,50 @@ from simplefsdp.frontend.sharding import ShardedParameter
 
 
 class FSDPMethods:
-    """Methods of every sharded module. Each acts on all sharded parameters below the module, those of parts that were
-    sharded by calls of their own included."""
+    """Methods of every sharded module.
+
+    Each method acts on all sharded parameters below the module, also on those of parts that were sharded by calls of
+    their own.
+    """
 
     def unshard(self) -> None:
-        """Gather the weights now, and keep them whole until ``reshard()``, the end of the next call of a sharded module
-        or the next step of an optimizer.
+        """Gather the weights now and keep them unsharded.
 
-        Every rank must call it. Meanwhile reading an attribute (``model.output.weight``) gives the full weight, also
-        outside of a call; ``parameters()`` and ``state_dict()`` still give shards. Compiled code gathers by itself.
+        They stay unsharded until ``reshard()``, the end of the next call of a sharded module, or the next step of an
+        optimizer. Every rank must call this method. Meanwhile reading an attribute (``model.output.weight``) gives the
+        full weight, also outside of a call; ``parameters()`` and ``state_dict()`` still give shards. Compiled code
+        gathers by itself.
         """
         eager_resharding.hold_unsharded([(each.param, each.info, each.proxy) for each in sharded_attributes(self)])
 
     def reshard(self) -> None:
-        """Drop the weights that ``unshard()`` gathered."""
+        """Free the weights that ``unshard()`` gathered."""
         eager_resharding.release_unsharded([each.param for each in sharded_attributes(self)])
 
     def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
-        """Whether full weights are dropped after forward. Compiled code is compiled again for it."""
+        """Choose whether full weights are freed after forward. Compiled code is compiled again after a change."""
         _check_outside("set_reshard_after_forward")
         _change(self, reshard_after_forward=_check_bool("reshard_after_forward", reshard_after_forward))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of all ranks' gradients by ``factor``, and no longer by the number of ranks.
+        """Divide the sum of all ranks' gradients by ``factor`` instead of the number of ranks.
 
-        Compiled code is compiled again for it.
+        Compiled code is compiled again after a change.
         """
         _check_outside("set_gradient_divide_factor")
         _change(self, divide_factor=check_divide_factor("factor", factor))
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether gradients are reduced in backward; ``False``: each rank adds up its own full ones, without
-        communication (gradient accumulation).
+        """Choose whether gradients are reduced in backward; ``False`` accumulates full gradients on each rank.
 
-        ``True`` comes before the last backward: that reduces what was added up until then, once, and adds it to
-        ``param.grad``. Compiled code does so in the buckets of its plan. If the last forward was done before, and in
-        eager, all is reduced together at the end of that backward, with nothing to hide under. An optimizer that steps
-        without that backward raises. (A checkpoint that is not compiled itself, around what ``torch.compile`` returned,
-        finds another graph in backward than in forward if this is called in between, and torch says so.)
+        ``True`` comes before the last micro-batch's backward: that backward reduces the accumulated gradients, once,
+        and adds them to ``param.grad``. Compiled code reduces them in the buckets of its plan. In eager mode, and if
+        the last forward ran before the switch, they are reduced together at the end of that backward, with nothing to
+        hide under. An optimizer that steps without that backward raises. If this method is called between forward and
+        backward of an activation checkpoint that is not compiled itself, around what ``torch.compile`` returned, torch
+        raises a CheckpointError.
 
-        Full gradients are kept in ``reduce_dtype``, apart from ``param.grad``: they take the memory of the whole
+        Full gradients are accumulated in ``reduce_dtype``, apart from ``param.grad``, and take the memory of the whole
         parameters. Code is compiled once for ``False``, and once for the last backward.
         """
         _check_outside("set_requires_gradient_sync")

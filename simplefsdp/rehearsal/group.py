@@ -38,7 +38,7 @@ from simplefsdp.rehearsal.out_forms import shim
 
 
 class Collective(NamedTuple):
-    """One collective, as it went. Times in seconds, of ``time.perf_counter()``."""
+    """A recorded collective; times in seconds of ``time.perf_counter()``."""
 
     kind: str
     """One of ``simplefsdp.hardware.KINDS``."""
@@ -51,14 +51,14 @@ class Collective(NamedTuple):
     issued: float
     started: float
     finished: float
-    """By the model; ``moved``: when the data really was there, later if this machine was too slow."""
+    """When the collective is done by the network's model; ``moved``: when the data had moved, later if this machine was
+    too slow."""
     moved: float
     waited: float | None
-    """When somebody first waited for it; None: nobody did."""
+    """When a wait for the collective first began; ``None``: nobody waited."""
     blocked: float
-    """Seconds that the wait took: exposed communication, where it is compute that waits.
-
-    On CUDA it is a stream; FSDP2 has some of its own for that."""
+    """Seconds that the wait took: exposed communication, where compute waits. On CUDA a stream waits; FSDP2 has some
+    streams of its own for that."""
 
 
 class _Issued(NamedTuple):
@@ -72,7 +72,8 @@ class _Issued(NamedTuple):
 class World:
     """A rehearsed world: the network and the record that all its process groups share.
 
-    ``network`` may be changed between steps; None costs nothing. The record grows until ``forget()``.
+    ``network`` may be changed between steps; with ``None`` communication costs nothing. The record grows until
+    ``forget()``.
     """
 
     def __init__(self, network: Network | None, multiprocessors: int = 1):
@@ -84,14 +85,14 @@ class World:
         shim()
 
     def name_parameters(self, model: torch.nn.Module) -> None:
-        """Collectives that read a parameter's shard itself are recorded with its FQN from here on."""
+        """Record collectives that read a parameter's shard itself with the FQN of the parameter from now on."""
         for fqn, param in model.named_parameters():
             local = param.to_local() if isinstance(param, dist.tensor.DTensor) else param
             if local.numel():
                 self._fqns[local.untyped_storage().data_ptr()] = weakref.ref(param), fqn
 
     def collectives(self) -> list[Collective]:
-        """All since the last ``forget()``, in the order of their issue; waits until they are done."""
+        """Return all collectives since the last ``forget()``, in the order of their issue, once they are done."""
         found = []
         for kind, group, nbytes, fqns, job in self._issued:
             while not job.done():
@@ -101,11 +102,11 @@ class World:
         return found
 
     def forget(self) -> None:
-        """Start the record anew."""
+        """Clear the record."""
         self._issued.clear()
 
     def channel(self, device: torch.device) -> Any:
-        """A new one, for collectives of tensors on ``device``."""
+        """Return a new channel for collectives of tensors on ``device``."""
         if device.type == "cpu":
             self._channels.append(CpuChannel())
         else:
@@ -115,7 +116,7 @@ class World:
         return self._channels[-1]
 
     def close(self) -> None:
-        """Give up what is still under way."""
+        """Close all channels; collectives that are still under way are given up."""
         for channel in self._channels:
             channel.close()
 

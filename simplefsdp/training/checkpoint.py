@@ -1,4 +1,4 @@
-"""Loading a checkpoint that does not fit: what differs, all of it, before anything is read."""
+"""Load planners that list all differences between a checkpoint and a model before anything is read."""
 
 from dataclasses import replace
 
@@ -9,12 +9,12 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 
 class StrictLoadPlanner(DefaultLoadPlanner):
-    """For ``torch.distributed.checkpoint.load(state, planner=StrictLoadPlanner(), ...)``: names and shapes must be
-    those of the checkpoint.
+    """A load planner for checkpoints whose names and shapes must be those of the model.
 
-    Torch's planner names the first that differs, and takes no notice of what only the checkpoint has. Of that, this one
-    lists what is under the same first name as something in any rank's ``state``: with ``{"model": ...}`` all other
-    parameters that were saved as ``"model"``, but not what was saved as ``"optimizer"``.
+    ``torch.distributed.checkpoint.load(state, planner=StrictLoadPlanner(), ...)``. Torch's own planner names the first
+    difference only, and ignores entries that only the checkpoint has. This planner lists all of them, as far as their
+    first name is also in any rank's ``state``: with ``{"model": ...}`` it lists other parameters that were saved as
+    ``"model"``, but not what was saved as ``"optimizer"``.
 
     Raises:
         CheckpointException (by ``load``, on every rank): there are differences; nothing was read.

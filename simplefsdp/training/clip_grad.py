@@ -26,18 +26,21 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` for sharded models: scale all gradients, in place, so that their norm as one
-    vector is at most ``max_norm``, and return what it was: a 0-dim float32 tensor, the same on every rank.
+    """Scale all gradients of a sharded model in place, so that their norm as one vector is at most ``max_norm``.
 
-    Parameters may be on meshes of different dimensions, some tensor parallel, some not; plain ones are taken to be the
-    same on every rank. Every rank calls it with the same parameters, whichever of them have a gradient.
+    As ``torch.nn.utils.clip_grad_norm_``, for parameters on one mesh or several. Parameters may be on meshes of
+    different dimensions, some tensor parallel, some not; plain parameters are taken to be the same on every rank. Every
+    rank calls this function with the same parameters, whichever of them have a gradient.
 
     Args:
-        parameters: several, or one. Those without a gradient count as zero.
-        max_norm: of all gradients.
+        parameters: several parameters, or one. A parameter without a gradient counts as zero.
+        max_norm: the largest norm of all gradients.
         norm_type: a positive number; infinity for the largest absolute value.
-        error_if_nonfinite: raise, before anything is scaled, on every rank.
-        foreach: one kernel for many gradients; ``None``: where the device has it.
+        error_if_nonfinite: raise if the norm is not finite, before anything is scaled, on every rank.
+        foreach: one kernel for many gradients; ``None``: where the device has such kernels.
+
+    Returns:
+        The norm before scaling: a 0-dim float32 tensor, the same on every rank.
 
     Raises:
         ValueError: ``norm_type`` is not positive, or a gradient is a sum that was not reduced (``Partial``).

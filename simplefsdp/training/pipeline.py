@@ -10,22 +10,23 @@ from simplefsdp.frontend.gradient_accumulation import reduce_now, sharded_attrib
 
 
 class PipelineStage(pipelining.PipelineStage):
-    """``torch.distributed.pipelining.PipelineStage`` of a module that ``simple_fsdp`` has sharded over the ranks that
-    hold this stage::
+    """A pipeline stage whose module ``simple_fsdp`` has sharded over the ranks that hold the stage.
+
+    As ``torch.distributed.pipelining.PipelineStage``, of which it is a subclass::
 
         part = torch.compile(simple_fsdp(part, mesh["dp"]), backend="simplefsdp")
         stage = PipelineStage(part, index, stages, device, group=mesh["pp"].get_group())
         Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn).step(tokens)
 
-    Gradients of microbatches are added up on each rank, as after ``set_requires_gradient_sync(False)``, and reduced
-    when the schedule has come to the end of its step. With torch's own class they would be reduced for each microbatch.
+    Gradients of micro-batches are accumulated on each rank, as after ``set_requires_gradient_sync(False)``, and reduced
+    at the end of the schedule's step. Torch's own class would reduce them for each micro-batch.
 
-    In a schedule that computes the gradients of inputs and of weights apart (zero bubble) both are computed where it
-    asks for the first: right, but without filling its bubbles.
+    A schedule may ask for the gradients of inputs and of weights apart (zero bubble). Both are then computed when the
+    schedule asks for the first: results are right, but the bubbles of the schedule are not filled.
 
     Args:
-        submodule: sharded by ``simple_fsdp``, compiled or not; its methods of ``FSDPModule`` are then the stage's.
-        args, kwargs: as torch's class has them.
+        submodule: sharded by ``simple_fsdp``, compiled or not; its methods of ``FSDPModule`` become the stage's.
+        args, kwargs: as of torch's class.
 
     Raises:
         TypeError: ``submodule`` is not sharded.
@@ -59,9 +60,9 @@ class PipelineStage(pipelining.PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """The whole backward of a microbatch, also where ``full_backward`` is ``False``."""
+        """Run the whole backward of a micro-batch, also where ``full_backward`` is ``False``."""
         del full_backward
         super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=True, last_backward=last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Nothing is left of it."""
+        """Do nothing: ``backward_one_chunk`` has computed these gradients."""
