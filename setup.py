@@ -2,7 +2,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-_REPORT = ["plotly", "Jinja2", "matplotlib"]
+_REPORT = ["Jinja2", "matplotlib"]
 
 setup(
     name="simplefsdp",

@@ -1,10 +1,14 @@
 """A report as pictures: ``report.html``, one file that needs nothing else, and ``timeline.png``.
 
-Both draw ``timeline.json``. They need ``pip install 'simplefsdp[report]'``: plotly, Jinja2, matplotlib.
+Both show one drawing of ``timeline.json``; in the page it can be zoomed and pointed into. They need
+``pip install 'simplefsdp[report]'``: matplotlib and Jinja2.
 """
 
+import html
+import io
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +24,9 @@ _COLORS = {
     "other": "#b279a2",
     "exposed": "#e45756",
 }
-"""By what happens; one of them all that is exposed."""
+"""Colors of bars, by what happens."""
 _NAMED = 12
-"""Parameters that a bar shows when one points at it."""
+"""Number of parameters that a bar names when the pointer is on it."""
 
 
 class _Bar(NamedTuple):
@@ -46,15 +50,16 @@ class _Picture(NamedTuple):
 
 
 def write_html_report(folder: Path, explanation: Explanation) -> list[Path]:
-    """``report.html`` and ``timeline.png`` of the graph whose report is in ``folder``.
+    """Write ``report.html`` and ``timeline.png`` of the graph whose report is in ``folder``; return their paths.
 
     Raises:
-        ModuleNotFoundError: plotly or matplotlib is not installed.
+        ModuleNotFoundError: matplotlib or Jinja2 is not installed.
     """
     picture = _picture(json.loads((folder / "timeline.json").read_text())["traceEvents"])
+    figure = _drawn(picture, explanation.memory_limit_bytes)
     page, image = folder / "report.html", folder / "timeline.png"
-    page.write_text(_html(folder.name, picture, explanation))
-    _draw(picture, explanation, image)
+    page.write_text(_html(folder.name, _svg(figure, picture), explanation))
+    figure.savefig(image, dpi=150)
     return [page, image]
 
 
@@ -76,15 +81,15 @@ def _picture(events: Sequence[dict[str, Any]]) -> _Picture:
 
 
 def _text(event: dict[str, Any]) -> str:
-    lines = [f"<b>{event['name']}</b>", f"{event['dur'] / 1e3:.3f} ms from {event['ts'] / 1e3:.3f}"]
+    lines = [event["name"], f"{event['dur'] / 1e3:.3f} ms from {event['ts'] / 1e3:.3f}"]
     if about := event.get("args"):
         names = about["parameters"]
         lines.append(f"{about['bytes'] / 2**20:.2f} MiB, issued at {about['issued_us'] / 1e3:.3f}")
         lines += names[:_NAMED] + [f"and {len(names) - _NAMED} more"] * (len(names) > _NAMED)
-    return "<br>".join(lines)
+    return "\n".join(lines)
 
 
-def _html(name: str, picture: _Picture, explanation: Explanation) -> str:
+def _html(name: str, svg: str, explanation: Explanation) -> str:
     from jinja2 import Environment
 
     environment = Environment(autoescape=True)
@@ -92,56 +97,25 @@ def _html(name: str, picture: _Picture, explanation: Explanation) -> str:
     return environment.from_string(Path(__file__).with_suffix(".html").read_text()).render(
         title=f"simplefsdp: {name}",
         summary=explanation.text(rows=0),
-        figure=_figure(picture, explanation.memory_limit_bytes),
+        svg=svg,
         buckets=explanation.buckets,
         measured=explanation.measurement is not None,
         exposed_color=_COLORS["exposed"],
     )
 
 
-def _figure(picture: _Picture, limit: float) -> str:
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.65, 0.35], vertical_spacing=0.04)
-    for what, color in _COLORS.items():
-        if bars := [bar for bar in picture.bars if bar.what == what]:
-            drawn = go.Bar(
-                name=what,
-                orientation="h",
-                y=[bar.track for bar in bars],
-                base=[bar.start_ms for bar in bars],
-                x=[bar.took_ms for bar in bars],
-                hovertext=[bar.text for bar in bars],
-                hoverinfo="text",
-                marker={"color": color, "line": {"width": 0.3, "color": "white"}},
-            )
-            figure.add_trace(drawn, row=1, col=1)
-    unit, size = picture.unit
-    at, used = zip(*((ms, nbytes / size) for ms, nbytes in picture.memory), strict=True)
-    figure.add_trace(
-        go.Scatter(name="memory", x=at, y=used, line={"shape": "hv", "color": "#555"}, fill="tozeroy"), row=2, col=1
-    )
-    if limit < math.inf:
-        figure.add_hline(limit / size, line={"dash": "dash"}, annotation_text="budget", row=2, col=1)
-    figure.update_yaxes(categoryorder="array", categoryarray=picture.tracks[::-1], row=1, col=1)
-    figure.update_yaxes(title=unit, row=2, col=1)
-    figure.update_xaxes(title="ms", row=2, col=1)
-    figure.update_layout(barmode="overlay", template="plotly_white", height=260 + 60 * len(picture.tracks))
-    return str(figure.to_html(full_html=False, include_plotlyjs=True))
-
-
-def _draw(picture: _Picture, explanation: Explanation, path: Path) -> None:
+def _drawn(picture: _Picture, memory_limit: float) -> Any:
+    """Return a ``matplotlib.figure.Figure`` of the tracks above the memory; ``memory_limit`` in bytes."""
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
+    from matplotlib.patches import Patch, Rectangle
 
     height = 1.6 + 0.45 * len(picture.tracks)
     figure = Figure(figsize=(11, height), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[height - 1.4, 1.4])
-    for row, track in enumerate(picture.tracks):
-        bars = [bar for bar in picture.bars if bar.track == track]
-        where = [(bar.start_ms, bar.took_ms) for bar in bars]
-        above.broken_barh(where, (row - 0.4, 0.8), facecolors=[_COLORS[bar.what] for bar in bars])
+    for number, bar in enumerate(picture.bars):
+        corner = bar.start_ms, picture.tracks.index(bar.track) - 0.4
+        above.add_patch(Rectangle(corner, bar.took_ms, 0.8, color=_COLORS[bar.what], linewidth=0, gid=f"bar{number}"))
+    above.autoscale_view()
     above.set_yticks(range(len(picture.tracks)), picture.tracks)
     above.invert_yaxis()
     found = {bar.what for bar in picture.bars}
@@ -150,8 +124,24 @@ def _draw(picture: _Picture, explanation: Explanation, path: Path) -> None:
     unit, size = picture.unit
     at, used = zip(*((ms, nbytes / size) for ms, nbytes in picture.memory), strict=True)
     below.fill_between(at, used, step="post", color=_COLORS["compute"])
-    if explanation.memory_limit_bytes < math.inf:
-        below.axhline(explanation.memory_limit_bytes / size, linestyle="--", color="black", linewidth=1)
+    if memory_limit < math.inf:
+        below.axhline(memory_limit / size, linestyle="--", color="black", linewidth=1)
     below.set_ylabel(unit)
     below.set_xlabel("ms")
-    figure.savefig(path, dpi=150)
+    return figure
+
+
+def _svg(figure: Any, picture: _Picture) -> str:
+    """Return the drawing as an element of a page; each bar has its text as a tooltip."""
+    import matplotlib
+
+    written = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "simplefsdp"}):
+        figure.savefig(written, format="svg", metadata={"Date": None})
+    text = written.getvalue()
+
+    def with_tooltip(group: re.Match[str]) -> str:
+        bar = picture.bars[int(group[1])]
+        return f'<g class="bar"><title>{html.escape(bar.text)}</title>'
+
+    return re.sub(r'<g id="bar(\d+)">', with_tooltip, text[text.index("<svg") :])

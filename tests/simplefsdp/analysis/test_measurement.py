@@ -315,10 +315,10 @@ def test_the_pictures_show_what_the_json_has(
     assert (graph / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_plotly_the_text_is_there(
+def test_without_matplotlib_the_text_is_there(
     measured: tuple[Path, Measurement, list[Any]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said = pages(measured[0], capsys, monkeypatch)
     assert "measured     step" in said
     assert "in pictures, with pip install 'simplefsdp[report]': " in said
@@ -335,6 +335,6 @@ def test_a_browser_draws_every_span_without_complaint(
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "CONSOLE" not in done.stderr
     events = json.loads((graph / "timeline.json").read_text())["traceEvents"]
-    assert len(re.findall(r'<g class="point">', done.stdout)) == sum(event["ph"] == "X" for event in events)
+    assert len(re.findall(r'<g class="bar">', done.stdout)) == sum(event["ph"] == "X" for event in events)
     tracks = {f"{name}: {track}" for name, track in itertools.product(("predicted", "measured"), ("group 0",))}
     assert all(track in done.stdout for track in tracks)
