@@ -112,13 +112,13 @@ def _fqns(graph: Graph) -> Counter[tuple[str, bool]]:
 
 def _members(found: list[Collective], kind: Callable[[Collective], Any]) -> list[list[Collective]]:
     """The collectives to merge: those of one bucket that are alike, in packing order."""
-    alike: dict[tuple, list[Collective]] = {}
+    mergeable: dict[tuple, list[Collective]] = {}
     for collective in found:
         bucket = collective.node.meta.get(BUCKET)
         if bucket is not None:
-            alike.setdefault((bucket, kind(collective)), []).append(collective)
+            mergeable.setdefault((bucket, kind(collective)), []).append(collective)
     merged = []
-    for (bucket, _), members in alike.items():
+    for (bucket, _), members in mergeable.items():
         place = {fqn: i for i, fqn in enumerate(bucket.fqns)}
         members.sort(key=lambda c: place[c.fqns[0]])
         if len(members) > 1:

@@ -303,12 +303,12 @@ def _extend_to_its_collective(after: list[Node], group: str) -> bool:
 def _reduce_the_sum(gradient: Node, chains: list[_Reduction]) -> tuple[list[Node], Node]:
     """The collectives that reduce the sum of the chains' full gradients, and what replaces ``gradient``.
 
-    The sum is taken before whatever all chains do alike, in the order in which the reduced gradients were added.
+    The sum is taken before whatever all chains have in common, in the order in which the reduced gradients were added.
     """
-    alike = min(len(chain.before) for chain in chains)
-    while any(_step(chain.before[-k]) != _step(chains[0].before[-k]) for chain in chains for k in range(1, alike + 1)):
-        alike -= 1
-    kept = [(*chain.before[len(chain.before) - alike :], *chain.after) for chain in chains]
+    common = min(len(chain.before) for chain in chains)
+    while any(_step(chain.before[-k]) != _step(chains[0].before[-k]) for chain in chains for k in range(1, common + 1)):
+        common -= 1
+    kept = [(*chain.before[len(chain.before) - common :], *chain.after) for chain in chains]
     grads = dict(zip(_terms(gradient), (nodes[0].all_input_nodes[0] for nodes in kept), strict=True))
     with gradient.graph.inserting_before(gradient):
         total = _sum(gradient, grads)

@@ -4,7 +4,7 @@
 torch's partitioners weigh what to save by the sizes of values and by their distance in the graph. On uneven shards both
 depend on the rank: some ranks pad their shard, and an empty one weighs nothing. Ranks then recompute different things
 in backward, gather in different orders, and hang. So while the graph is partitioned, each shard stands for what its
-gather reads (padded and cast, the same shape on every rank), and the steps in between are put back into both halves.
+gather reads (padded and cast, the same shape on every rank), and the steps in between are put back into both graphs.
 """
 
 from collections.abc import Callable

@@ -53,11 +53,11 @@ def capture(
         def tag_and_partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             captured.joint = copy(joint.graph)
             passes.identify_and_tag(joint.graph)
-            halves = passes.partition_and_plan(joint, joint_inputs, partitioner=PARTITIONERS[partitioner], **kwargs)
-            for half in halves:
-                passes.bucket_and_order(half.graph, order=True)
-            captured.forward, captured.backward = (half.graph for half in halves)
-            return halves
+            modules = passes.partition_and_plan(joint, joint_inputs, partitioner=PARTITIONERS[partitioner], **kwargs)
+            for module in modules:
+                passes.bucket_and_order(module.graph, order=True)
+            captured.forward, captured.backward = (module.graph for module in modules)
+            return modules
 
         def infer(graph: GraphModule, _inputs: Any) -> Any:
             captured.joint = copy(graph.graph)
@@ -66,8 +66,8 @@ def capture(
             captured.forward = graph.graph
             return make_boxed_func(graph.forward)
 
-        def lower(half: GraphModule, _inputs: Any) -> Any:
-            return make_boxed_func(half.forward)
+        def lower(module: GraphModule, _inputs: Any) -> Any:
+            return make_boxed_func(module.forward)
 
         return aot_autograd(fw_compiler=lower, inference_compiler=infer, partition_fn=tag_and_partition)(
             gm, example_inputs

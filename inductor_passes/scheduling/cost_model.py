@@ -277,15 +277,18 @@ _COPIED = 16 << 20
 
 
 def cost_graph_of(
-    graph: Graph, profile: DeviceProfile, given: Collection[str] = (), alike: EquivalentGroups = _NONE
+    graph: Graph, profile: DeviceProfile, given: Collection[str] = (), equivalent: EquivalentGroups = _NONE
 ) -> CostGraph:
     """Return a forward or backward graph as its schedule sees it, before its collectives are merged.
 
-    ``given``: names of inputs that somebody else holds, as parameters; others are freed when they are read. ``alike``:
-    groups, of which one may be spread over more nodes than another; all are taken for the slowest, as all ranks must
-    plan the same.
+    Args:
+        graph: collectives of parameters are marked by ``identify``.
+        profile: costs of compute and collectives.
+        given: names of inputs that the caller holds, such as parameters; other inputs are freed when they are read.
+        equivalent: for each process group, all groups of its mesh dimension. One group may be spread over more nodes
+            than another; every group counts as the slowest, as all ranks must make the same plan.
     """
-    kinds = _Kinds(profile, alike)
+    kinds = _Kinds(profile, equivalent)
     nodes, items = graph_items(graph)
     at = compute_positions(items)
     cost = node_costs(graph, profile)
@@ -344,7 +347,7 @@ class _Kinds(NamedTuple):
     """The kinds of a graph's collectives: costs, and which can be merged."""
 
     profile: DeviceProfile
-    alike: EquivalentGroups
+    equivalent: EquivalentGroups
 
     def of_gather(self, gather: Collective) -> CollectiveKind:
         return self._kind("all_gather", gather.options[-1], 1, None, repr(gather.gather_kind()))
@@ -361,7 +364,7 @@ class _Kinds(NamedTuple):
         """``parts``: of how many parts of a tensor the collective has one."""
         profile, ranks = self.profile, group_ranks(group)
         alpha, seconds = (
-            max(profile.collective_s(kind, others, nbytes) for others in self.alike.get(tuple(ranks), [ranks]))
+            max(profile.collective_s(kind, others, nbytes) for others in self.equivalent.get(tuple(ranks), [ranks]))
             for nbytes in (0, _LARGE)
         )
         rate = (seconds - alpha) / _LARGE / parts

@@ -54,7 +54,7 @@ class Effort(NamedTuple):
     """All is also cut into so many even buckets, and in the best way with none larger than such a part of the whole, or
     of what the budget leaves."""
     best: int = 3
-    """How many cuts are arranged in all ways."""
+    """Number of sets of buckets that are arranged in all ways."""
     work: int = 20_000
     """How many collectives are replayed, about, to improve schedules."""
 
@@ -195,7 +195,7 @@ def _least_memory_schedule(graph: CostGraph, work: int) -> ReplayedSchedule:
 
 
 def _candidates(graph: CostGraph, budget: float, least: int, effort: Effort) -> list[ReplayedSchedule]:
-    """Arrangements within the budget: of all cuts in one way, of the best of them in all ways.
+    """Return arrangements within the budget: of all sets of buckets in one way, of the best of them in all ways.
 
     ``least``: the lowest peak there is.
     """

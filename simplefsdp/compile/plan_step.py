@@ -157,8 +157,8 @@ def choose_unsharded_parameters(
     """Return which of the parameters that are left to the planner stay unsharded until backward.
 
     Args:
-        halves: of graphs that gather all of these again.
-        resident: as in ``search``.
+        graphs: the forward and the backward graph, which gathers all of these weights again.
+        resident: bytes that a step holds outside of its graphs.
         undecided: FQNs of these parameters.
     """
     forward, backward = graphs

@@ -110,19 +110,19 @@ def test_any_buckets_give_the_same_values(specs, data):
     graph, inputs = chains(specs)
     expected = run(graph, inputs)
     order = data.draw(st.permutations([f"p{i}" for i in range(len(specs))]))
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(specs)))))
-    buckets = [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(order)], strict=True)]
+    boundaries = sorted(data.draw(st.sets(st.integers(1, len(specs)))))
+    buckets = [order[a:b] for a, b in zip([0, *boundaries], [*boundaries, len(order)], strict=True)]
     merge(graph, *buckets)
     torch.testing.assert_close(run(graph, inputs), expected, rtol=0, atol=0)
 
     merged = [set(c.fqns) for c in [*gathers(graph), *reductions(graph)]]
     for group in buckets:
-        alike = {}
+        mergeable = {}
         for fqn in group:
             kind, _, dtype, process_group, _ = specs[int(fqn[1:])]
             # Gathers of any dtypes are one; sums are not.
-            alike.setdefault((kind, None if kind == "gather" else dtype, process_group), set()).add(fqn)
-        assert all(members in merged for members in alike.values())
+            mergeable.setdefault((kind, None if kind == "gather" else dtype, process_group), set()).add(fqn)
+        assert all(members in merged for members in mergeable.values())
     assert sum(map(len, merged)) == len(specs)
     for packed in [*nodes(graph, PACK_SHARDS), *nodes(graph, PACK_GRADIENTS)]:
         assert all(node.op == "placeholder" for node in packed.args[0]), "casts and pads are part of the copy"

@@ -1,4 +1,4 @@
-"""Every rank gets the same halves, whatever part of the parameters it holds."""
+"""Every rank gets the same graphs, whatever part of the parameters it holds."""
 
 import re
 

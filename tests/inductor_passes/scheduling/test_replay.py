@@ -202,15 +202,15 @@ def ordered(graph: CostGraph, gathers: Sequence[Bucket], reductions: Sequence[Bu
     ) -> Iterator[tuple[CollectiveKind, list[int], tuple[str, ...]]]:
         mine = [i for i, member in enumerate(members) if member.fqn in bucket.fqns]
         for kind in dict.fromkeys(members[i].kind for i in mine):
-            alike = [i for i in mine if members[i].kind == kind]
-            yield kind, alike, tuple(members[i].fqn for i in alike)
+            of_kind = [i for i in mine if members[i].kind == kind]
+            yield kind, of_kind, tuple(members[i].fqn for i in of_kind)
 
     weights: dict[str, int] = {}
     for bucket in gathers:
-        for _, alike, fqns in collectives(bucket, graph.gathers):
+        for _, of_kind, fqns in collectives(bucket, graph.gathers):
             key = ("gather", fqns)
             of = {"fqns": fqns, "bucket": bucket}
-            node = add(issue(key, run.issue_gathers, alike), reads_inputs=True, kind="gather", **of)
+            node = add(issue(key, run.issue_gathers, of_kind), reads_inputs=True, kind="gather", **of)
             alone = fqns if len(fqns) == 1 else ()
             node = add(wait(key, run.await_gather), node, kind="gathered", weights=alone, **of)
             parts = {fqn: node if alone else add(lambda: None, node, weights=(fqn,)) for fqn in fqns}
@@ -220,12 +220,12 @@ def ordered(graph: CostGraph, gathers: Sequence[Bucket], reductions: Sequence[Bu
         read = [weights[g.fqn] for g in graph.gathers if step in (g.first_use_slot, g.last_use_slot)]
         steps.append(add(run.advance, *read, *steps[-1:], reads_inputs=True))
     for bucket in reductions:
-        for kind, alike, fqns in collectives(bucket, graph.reductions):
+        for kind, of_kind, fqns in collectives(bucket, graph.reductions):
             key = ("reduce", fqns)
             of = {"fqns": fqns, "bucket": bucket}
-            made = [(steps[there - 1] if (there := graph.reductions[i].ready_slot) else -1) for i in alike]
+            made = [(steps[there - 1] if (there := graph.reductions[i].ready_slot) else -1) for i in of_kind]
             node = add(
-                issue(key, run.issue_reductions, alike),
+                issue(key, run.issue_reductions, of_kind),
                 *(source for source in made if source >= 0),
                 kind="reduction",
                 gradients=tuple(zip(made, fqns, strict=True)),

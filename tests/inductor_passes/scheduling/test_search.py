@@ -19,7 +19,7 @@ from inductor_passes.scheduling.search import _GatherIssue, greedy_schedule, lea
 from tests.inductor_passes.scheduling.chains import cost_graphs
 
 
-def cuts(count: int) -> Iterator[list[tuple[int, ...]]]:
+def all_boundaries(count: int) -> Iterator[list[tuple[int, ...]]]:
     """All ways to cut so many members into buckets."""
     for ends in product((False, True), repeat=max(0, count - 1)):
         edges = [0, *(i + 1 for i, end in enumerate(ends) if end), count]
@@ -41,17 +41,17 @@ def every_schedule(graph: CostGraph, waits: bool) -> Iterator[Schedule]:
     uses = sorted({0, *(gather.first_use_slot for gather in graph.gathers)})
     gradients = sorted({reduction.ready_slot for reduction in graph.reductions})
     reduced: list[tuple[ScheduledBucket, ...]] = []
-    for cut in cuts(len(graph.reductions)):
-        complete = [max(graph.reductions[i].ready_slot for i in members) for members in cut]
-        for slots in issues(complete, [end] * len(cut), gradients):
+    for boundaries in all_boundaries(len(graph.reductions)):
+        complete = [max(graph.reductions[i].ready_slot for i in members) for members in boundaries]
+        for slots in issues(complete, [end] * len(boundaries), gradients):
             points = sorted({end + 1, *slots}) if waits else [end + 1]
             for picked in product(*([point for point in points if point >= slot] for slot in slots)):
-                buckets = zip(cut, slots, picked, strict=True)
+                buckets = zip(boundaries, slots, picked, strict=True)
                 reduced.append(tuple(ScheduledBucket(members, slot, wait, wait) for members, slot, wait in buckets))
-    for cut in cuts(len(graph.gathers)):
-        needed = [min(graph.gathers[i].first_use_slot for i in members) for members in cut]
-        for slots in issues([0] * len(cut), needed, uses):
-            gathers = tuple(ScheduledBucket(*bucket) for bucket in zip(cut, slots, needed, strict=True))
+    for boundaries in all_boundaries(len(graph.gathers)):
+        needed = [min(graph.gathers[i].first_use_slot for i in members) for members in boundaries]
+        for slots in issues([0] * len(boundaries), needed, uses):
+            gathers = tuple(ScheduledBucket(*bucket) for bucket in zip(boundaries, slots, needed, strict=True))
             for reductions in reduced:
                 yield Schedule(gathers, reductions)
 
@@ -280,9 +280,9 @@ def test_a_cut_is_late_by_no_more_than_the_best(graph: CostGraph) -> None:
     assume(len({gather.kind for gather in graph.gathers}) <= 1)
     at = [0.0, *accumulate(graph.seconds)]
 
-    def late(cut: Sequence[tuple[int, ...]]) -> float:
+    def late(boundaries: Sequence[tuple[int, ...]]) -> float:
         free = behind = 0.0
-        for members in cut:
+        for members in boundaries:
             kind, nbytes = graph.gathers[members[0]].kind, sum(graph.gathers[i].nbytes for i in members)
             free += kind.seconds(nbytes)
             behind = max(behind, free - at[graph.gathers[members[0]].first_use_slot])
@@ -290,7 +290,7 @@ def test_a_cut_is_late_by_no_more_than_the_best(graph: CostGraph) -> None:
         return behind
 
     (found,) = gather_boundaries(graph, [(1.0, math.inf)])
-    assert late(found) == pytest.approx(min(map(late, cuts(len(graph.gathers)))), rel=0.05)
+    assert late(found) == pytest.approx(min(map(late, all_boundaries(len(graph.gathers)))), rel=0.05)
 
 
 @given(cost_graphs(gathers=6, reductions=4), st.integers(0, 12))

@@ -79,8 +79,8 @@ def test_a_rehearsed_step_of_micro_batches_reduces_with_the_last() -> None:
             workload = Workload(
                 lambda: tiny_llama(layers=1), 2, 16, 30, torch.device("cpu"), parallelism, micro_batches=micro_batches
             )
-            trial = TrainingRun("", System(wrap, compiled=False), workload, world, ends_late=ends_late)
-            step = trial.step(None)
+            training = TrainingRun("", System(wrap, compiled=False), workload, world, ends_late=ends_late)
+            step = training.step(None)
             assert len(step.parts) == 2 * micro_batches + 1
             found.append(Counter(collective.kind for collective in step.collectives))
     assert [kinds["reduce_scatter"] for kinds in found] == [3, 3, 1]
