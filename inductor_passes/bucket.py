@@ -49,10 +49,10 @@ _aten = torch.ops.aten
 
 
 def assign(graph: Graph, gather_buckets: Sequence[Bucket], reduction_buckets: Sequence[Bucket]) -> None:
-    """Let each marked collective know its bucket, in ``meta``, where later passes find it, also on lowered nodes.
+    """Write each marked collective's bucket into its ``meta``, where later passes find it, also on lowered nodes.
 
     Raises:
-        PlanError: there are collectives of parameters that are in no bucket.
+        PlanError: a collective of a parameter is in no bucket.
     """
     for found, buckets, what in (
         (gathers(graph), gather_buckets, "gathers"),
@@ -71,7 +71,7 @@ def bucket(graph: Graph) -> None:
     """Merge gathers and reductions, each within the bucket that ``assign`` gave it.
 
     Raises:
-        PlanError: the result has not exactly one collective for the members of a bucket that are alike.
+        PlanError: the members of a bucket that can be merged do not have exactly one collective.
     """
     before = _fqns(graph)
     for members in _members(gathers(graph), Collective.gather_kind):
@@ -89,8 +89,11 @@ def bucket(graph: Graph) -> None:
 
 
 def _let_none_work_in_place_on_the_input_of_another(graph: Graph) -> None:
-    """Inductor makes an all-reduce work in place where nothing reads its input later, and a plan may issue it before
-    another collective that has the same input (a sum of two weights gives both one gradient) is done."""
+    """Copy the input of an all-reduce that another collective reads too.
+
+    Inductor makes an all-reduce work in place where nothing reads its input later, and a plan may issue the all-reduce
+    before another collective with the same input (a sum of two weights gives both one gradient) is done.
+    """
     found = reductions(graph)
     inputs = Counter(_storage(collective.input) for collective in found)
     for collective in found:
@@ -105,13 +108,13 @@ def _storage(node: Node) -> StorageWeakRef:
 
 
 def _fqns(graph: Graph) -> Counter[tuple[str, bool]]:
-    """FQNs of all gathers, and of all reductions."""
+    """Return the FQNs of all gathers, and of all reductions."""
     found = {False: gathers(graph), True: reductions(graph)}
     return Counter((fqn, reduces) for reduces, of in found.items() for collective in of for fqn in collective.fqns)
 
 
 def _members(found: list[Collective], kind: Callable[[Collective], Any]) -> list[list[Collective]]:
-    """The collectives to merge: those of one bucket that are alike, in packing order."""
+    """Return the collectives to merge: those of one bucket and one kind, in packing order."""
     mergeable: dict[tuple, list[Collective]] = {}
     for collective in found:
         bucket = collective.node.meta.get(BUCKET)
@@ -174,7 +177,7 @@ def _before_cast_and_pad(node: Node) -> Node:
 
 
 def _pads_rows_with_zeros(node: Node) -> bool:
-    """Behind the last row (or column, see ``_gradient``), and without cutting anything off."""
+    """Return whether ``node`` pads zeros behind the last row (or column, see ``_gradient``), and cuts nothing off."""
     amounts = list(cast(Sequence[int], node.args[1]))
     value = node.args[2] if len(node.args) > 2 else 0
     return bool(not any(amounts[:-1]) and amounts[-1] >= 0 and value == 0)
@@ -212,7 +215,7 @@ def _val(node: Node) -> Any:
 
 
 def _call(target: Any, *args: Any) -> Node:
-    """A node with its value, inserted where the graph's insertion point is."""
+    """Insert a call at the graph's insertion point, with its value in ``meta``, and return the node."""
     inputs = [arg for arg in tree_leaves(args) if isinstance(arg, Node)]
     node = inputs[0].graph.call_function(target, args)
     fake = tree_leaves(_val(inputs[0]))[0].fake_mode

@@ -27,7 +27,7 @@ from inductor_passes.torch_compat.aot_autograd import parameter_gradients, param
 
 FQNS = "simplefsdp_fqns"
 BUCKET = "simplefsdp_bucket"
-"""Where a marked collective keeps the bucket of the plan that it is a member of, or carries out."""
+"""Key in ``node.meta`` for the bucket of the plan that a marked collective is a member of, or carries out."""
 
 _C10D = "c10d"
 _c10d = torch.ops._c10d_functional
@@ -53,11 +53,11 @@ class GraphParameter:
 
     fqn: str
     reshard: bool | None
-    """Whether backward gathers it again (else the full weight is saved); ``None``: unless the planner keeps it."""
+    """Whether backward gathers the weight again (else the weight is saved); ``None``: unless the planner keeps it."""
     dtype: torch.dtype
     """Dtype of the full weight, and so of its gradient."""
     groups: tuple[str, ...]
-    """Process groups that its gradient is reduced over, in this order."""
+    """Process groups that the gradient is reduced over, in this order."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Collective:
     node: Node
     wait: Node
     all_reduce_after: "Collective | None" = None
-    """The all-reduce of this one's result that follows, over another group."""
+    """The all-reduce, over another group, that follows on this collective's result."""
 
     @property
     def input(self) -> Node:
@@ -76,7 +76,7 @@ class Collective:
 
     @property
     def result(self) -> Node:
-        """The last wait."""
+        """The wait for the collective, or for the all-reduce that follows it."""
         return self.all_reduce_after.result if self.all_reduce_after else self.wait
 
     @property
@@ -87,7 +87,7 @@ class Collective:
 
     @property
     def steps(self) -> list[Node]:
-        """The collective and those that follow."""
+        """The collective and the all-reduce that follows it, if there is one."""
         return [self.node, *(self.all_reduce_after.steps if self.all_reduce_after else [])]
 
     def gather_kind(self) -> tuple[Any, ...]:
@@ -102,12 +102,12 @@ class Collective:
 
 
 def gathers(graph: Graph) -> list[Collective]:
-    """The marked all-gathers, in graph order."""
+    """Return the marked all-gathers, in graph order."""
     return [Collective(node.meta[FQNS], node, _wait_of(node)) for node in _marked(graph, ALL_GATHER)]
 
 
 def reductions(graph: Graph) -> list[Collective]:
-    """The marked reductions, in graph order; an all-reduce that takes another's result is part of that one."""
+    """Return the marked reductions, in graph order; an all-reduce of another's result is part of that reduction."""
     found: dict[Node, Collective] = {}
     for node in reversed(_marked(graph, *REDUCTIONS)):
         wait = _wait_of(node)
@@ -140,7 +140,7 @@ def identify(graph: Graph, params: Mapping[int, GraphParameter]) -> list[str]:
 def device_copies_of_replicated(
     graph: Graph, params: Mapping[int, GraphParameter]
 ) -> list[tuple[GraphParameter, Node]]:
-    """Copies to the device of offloaded parameters that are not gathered, as every rank has the whole."""
+    """Return the copies to the device of offloaded parameters that are not gathered, as every rank has the whole."""
     return [
         (params[index], copy)
         for index, shard in parameter_inputs(graph).items()
@@ -150,7 +150,7 @@ def device_copies_of_replicated(
 
 
 def is_deterministic(node: Node) -> bool:
-    """Whether ``node`` computes a tensor (or a tuple of them) from other nodes and nothing else."""
+    """Return whether ``node`` computes a tensor (or a tuple of them) from other nodes and nothing else."""
     if not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -160,7 +160,7 @@ def is_deterministic(node: Node) -> bool:
 
 
 def source_chain(gather: Node) -> list[Node]:
-    """The unary operators that lead from a placeholder to ``gather``, in order; raises if there is anything else."""
+    """Return the unary operators that lead from a placeholder to ``gather``, in order; raise for any other node."""
     chain: list[Node] = []
     node = gather
     while node.op != "placeholder" and (node := node.all_input_nodes[0]).op != "placeholder":
@@ -192,7 +192,7 @@ def _wait_of(collective: Node) -> Node:
 
 
 def _reachable(shard: Node, target: Callable[..., Any]) -> list[Node]:
-    """Calls of ``target`` reached from ``shard`` through what prepares it to be gathered, in graph order."""
+    """Return the calls of ``target`` reached from ``shard`` through casts, pads and views, in graph order."""
     found, pending = [], list(shard.users)
     while pending:
         node = pending.pop()
@@ -226,7 +226,7 @@ def _step(node: Node) -> tuple:
 
 
 def erase_unused_chain(node: Node) -> None:
-    """Erase ``node`` and the chain that leads to it, up to what has another user."""
+    """Erase ``node`` and the chain that leads to it, up to a node with another user."""
     while not node.users:
         before = node.all_input_nodes[0]
         node.graph.erase_node(node)
@@ -235,11 +235,11 @@ def erase_unused_chain(node: Node) -> None:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """One reduction chain: what may stand before the collectives, and what leads from them to the shard's gradient."""
+    """A reduction chain: nodes before the collectives, the collectives, and nodes from them to the shard's gradient."""
 
     before: tuple[Node, ...]
     after: tuple[Node, ...]
-    """The first collective first."""
+    """The collectives and the nodes behind them; the first collective comes first."""
 
     @property
     def collectives(self) -> list[Node]:
@@ -263,7 +263,7 @@ def _merge_reductions(param: GraphParameter, gradient: Node) -> bool:
 
 
 def _terms(node: Node) -> list[Node]:
-    """The nodes that ``node`` is the sum of, in order."""
+    """Return the nodes whose sum ``node`` is, in order."""
     if node.target is _ADD and len(node.all_input_nodes) == 2 and not node.kwargs:
         return [term for summand in node.all_input_nodes for term in _terms(summand)]
     return [node]
@@ -290,7 +290,7 @@ def _reduction_ending_at(last: Node, param: GraphParameter) -> _Reduction | None
 
 
 def _extend_to_its_collective(after: list[Node], group: str) -> bool:
-    """Put the reduction over ``group`` before ``after``'s first node, if that is the wait for it."""
+    """Insert the reduction over ``group`` before ``after``'s first node, if that node is the wait for it."""
     if after[0].target is not WAIT:
         return False
     node = after[0].all_input_nodes[0]
@@ -301,9 +301,10 @@ def _extend_to_its_collective(after: list[Node], group: str) -> bool:
 
 
 def _reduce_the_sum(gradient: Node, chains: list[_Reduction]) -> tuple[list[Node], Node]:
-    """The collectives that reduce the sum of the chains' full gradients, and what replaces ``gradient``.
+    """Return the collectives that reduce the sum of the chains' full gradients, and what replaces ``gradient``.
 
-    The sum is taken before whatever all chains have in common, in the order in which the reduced gradients were added.
+    The sum is taken before the nodes that all chains have in common, in the order in which the reduced gradients were
+    added.
     """
     common = min(len(chain.before) for chain in chains)
     while any(_step(chain.before[-k]) != _step(chains[0].before[-k]) for chain in chains for k in range(1, common + 1)):

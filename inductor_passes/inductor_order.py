@@ -17,8 +17,9 @@ from inductor_passes.torch_compat.inductor import inductor_ir, is_ordering_only,
 
 
 def order_kernels(kernels: list[Any], report: Report | None = None) -> list[Any]:
-    """``kernels`` (``BaseSchedulerNode``) in the order of the plan whose buckets their collectives carry; both orders
-    are written to ``report``.
+    """Return ``kernels`` (``BaseSchedulerNode``) in the order of the plan whose buckets their collectives carry.
+
+    Both orders are written to ``report``.
 
     Raises:
         PlanError: see ``order``.
@@ -41,7 +42,7 @@ def order_kernels(kernels: list[Any], report: Report | None = None) -> list[Any]
 
 
 class _KeptRecord:
-    """The record of a graph, where the kernel that compares it has it."""
+    """The record of a graph, as the constant argument of the kernel that compares records."""
 
     def __init__(self, kernel: Any):
         self._kernel = kernel
@@ -56,12 +57,12 @@ class _KeptRecord:
 
 
 def _records(kernels: Sequence[Any]) -> list[_KeptRecord]:
-    """One, or none in a graph without collectives of parameters, such as the body of a higher-order operator."""
+    """Return the graph's record, or none for a graph without collectives of parameters."""
     return [_KeptRecord(kernel.node) for kernel in kernels if _is_agreement(kernel.node)]
 
 
 def _steps(kernels: Sequence[Any]) -> list[Node]:
-    """The collectives and waits that these are."""
+    """Return the FX nodes of the collectives and waits among the kernels."""
     return [node for kernel in kernels if (node := _step(kernel.node)) is not None]
 
 
@@ -75,7 +76,7 @@ def _step(kernel: Any) -> Node | None:
 
 
 def _watch(record: _KeptRecord, ordered: Sequence[Any]) -> None:
-    """Let ``record`` say so, if another pass has moved a collective or a wait before code is generated."""
+    """Add a warning to ``record`` if another pass moves a collective or a wait before code is generated."""
     scheduler = ordered[0].scheduler
     generate = scheduler.codegen
 
@@ -89,14 +90,14 @@ def _watch(record: _KeptRecord, ordered: Sequence[Any]) -> None:
 
 
 def moved_steps(before: Sequence[Any], after: Sequence[Any]) -> list[str]:
-    """The collectives and waits that are not where they were among the kernels of compute."""
+    """Return the names of collectives and waits that changed their place among the kernels of compute."""
     steps = {kernel.get_name(): node for kernel in before if (node := _step(kernel.node))}
     places = [_places(kernels, steps) for kernels in (before, after)]
     return [_name(node) for name, node in steps.items() if places[0][name] != places[1].get(name)]
 
 
 def _places(kernels: Sequence[Any], steps: Mapping[str, Node]) -> dict[str, int]:
-    """How many kernels of compute are before each of ``steps``."""
+    """Return the number of kernels of compute before each of ``steps``."""
     computed, found = 0, {}
     for kernel in kernels:
         if kernel.get_name() in steps:
@@ -137,7 +138,7 @@ def kernel_items(kernels: list[Any]) -> list[OrderItem]:
 
 
 def _overwrites(kernel: Any, other: Any) -> bool:
-    """Whether ``kernel`` works in place on a buffer that ``other`` reads."""
+    """Return whether ``kernel`` works in place on a buffer that ``other`` reads."""
     original = kernel.scheduler.mutation_real_name
     written = {original.get(name, name) for buffer in kernel.get_outputs() for name in buffer.get_mutations()}
     return any(original.get(dep.name, dep.name) in written for dep in other.read_writes.reads)
@@ -163,7 +164,7 @@ def _item(kernel: Any, plain: OrderItem, producer: dict[str, int]) -> OrderItem:
 
 
 def _fx_node(kernel: Any) -> Node | None:
-    """The FX node that says what ``kernel`` has to do with communication."""
+    """Return the FX node that tells the role of ``kernel`` in communication, or ``None``."""
     ir = inductor_ir()
     if isinstance(kernel, ir.MultiOutput):
         unpack = _origin(kernel.inputs[0], UNPACK_WEIGHTS)
@@ -180,13 +181,13 @@ def _fx_node(kernel: Any) -> Node | None:
 
 
 def _origin(kernel: Any, target: Any) -> Node | None:
-    """The FX node of a kind that became ``kernel``; others may have been fused into its inputs."""
+    """Return the FX node of a kind that became ``kernel``; other nodes may have been fused into the kernel's inputs."""
     found = [node for node in kernel.origins if node.target is target]
     return max(found) if found else None
 
 
 def render_kernels(kernels: Sequence[Any], items: Sequence[OrderItem]) -> str:
-    """One line a kernel: ``name: buffers = operators(what it reads)``, what belongs to communication with its FQNs."""
+    """Return one line a kernel: ``name: buffers = operators(what it reads)``, and FQNs for communication."""
     return "".join(_line(kernel, item) + "\n" for kernel, item in zip(kernels, items, strict=True))
 
 
@@ -202,7 +203,7 @@ def _line(kernel: Any, item: OrderItem) -> str:
 
 
 def _number(name: str) -> tuple[str, int]:
-    """For buffers in the order in which they are numbered."""
+    """Return a sort key that puts buffers into the order of their numbers."""
     digits = name[len(name.rstrip("0123456789")) :]
     return name.rstrip("0123456789"), int(digits or 0)
 

@@ -21,7 +21,7 @@ from inductor_passes.torch_compat.aot_autograd import (
 )
 
 _SOURCE = "simplefsdp_source"
-"""Where a folded gather keeps what led to it from its shard, a graph, and the shard's placeholder its own value."""
+"""Key in ``node.meta``: the nodes from a shard to its folded gather, as a graph, and the placeholder's own value."""
 
 
 def partition(
@@ -32,7 +32,7 @@ def partition(
     partitioner: Callable[..., PartitionedGraphs] = min_cut_rematerialization_partition,
     **kwargs: Any,
 ) -> PartitionedGraphs:
-    """Forward and backward of a joint graph whose gathers are marked and tagged, by one of torch's partitioners."""
+    """Partition a joint graph, whose gathers are marked and tagged, by one of torch's partitioners."""
     by_shard: dict[Node, list[Collective]] = {}
     for gather in gathers(joint.graph):
         by_shard.setdefault(_shard_of(gather.node), []).append(gather)
@@ -67,7 +67,7 @@ def _shard_of(gather: Node) -> Node:
 
 
 def _fold(shard: Node, gather: Node) -> None:
-    """Let ``gather`` read the placeholder, and keep what stood in between with it."""
+    """Let ``gather`` read the placeholder, and keep the nodes in between in the gather's ``meta``."""
     chain = source_chain(gather)
     steps = Graph()
     copies = {shard: steps.placeholder("shard")}

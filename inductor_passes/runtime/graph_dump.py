@@ -41,7 +41,12 @@ class Report:
     """Dumps of a compilation's graphs, before and after each pass, in the order of the passes."""
 
     def __init__(self, key: str, folder: Path | None):
-        """``key``: of the compilation, the same in each process. ``folder``: where to write, if this rank does."""
+        """Register the report of a compilation.
+
+        Args:
+            key: the key of the compilation, the same in each process.
+            folder: where files are written; ``None`` on ranks that write nothing.
+        """
         self.key = key
         self.folder = folder
         self._texts: dict[str, str] = {}
@@ -64,13 +69,12 @@ class Report:
         return self._texts.get(name)
 
     def packed(self) -> dict[str, str]:
-        """All of it until now, for ``restore``."""
+        """Return all texts that were written until now, for ``restore``."""
         files = zlib.compress(json.dumps(self._texts).encode())
         return {"key": self.key, "files": base64.b64encode(files).decode()}
 
     def restore(self, files: str, direction: str) -> None:
-        """Write what ``packed`` once gave for this compilation and no pass of this process has written, and the code
-        that runs."""
+        """Write the packed texts that no pass of this process has written, and the code that runs."""
         if files in self._restored:
             return
         self._restored.add(files)
@@ -82,22 +86,22 @@ class Report:
 
 
 _reports: dict[str, Report] = {}
-"""The latest of each compilation in this process."""
+"""The latest report of each compilation in this process, by key."""
 
 
 def restore_report(key: str, files: str, direction: str) -> None:
-    """Write a ``packed`` report, if this process wants one of that compilation, whose graph of this direction runs."""
+    """Write a packed report of a graph that runs, if this process wants a report of that compilation."""
     if (report := active_report(key)) is not None:
         report.restore(files, direction)
 
 
 def active_report(key: str) -> Report | None:
-    """The one that this process wants of that compilation."""
+    """Return the report that this process wants of a compilation, or ``None``."""
     return _reports.get(key)
 
 
 def render_graph(graph: Graph) -> str:
-    """One line a node: ``name: dtype[shape] = target(arguments)``, collectives with the FQNs they carry."""
+    """Return one line a node: ``name: dtype[shape] = target(arguments)``, collectives with the FQNs that they carry."""
     return "".join(_line(node) + "\n" for node in graph.nodes)
 
 

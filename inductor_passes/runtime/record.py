@@ -22,7 +22,7 @@ from inductor_passes.torch_compat.fx import size_hint
 
 
 class RecordedCollective(NamedTuple):
-    """A collective of a graph."""
+    """A collective of a graph, as a record has it."""
 
     name: str
     """Name of the functional operator, without the mark of in-place operators: ``"all_gather_into_tensor"``."""
@@ -47,7 +47,7 @@ class Record:
     about: tuple[str, ...]
     """Facts about the compilation that are the same on every rank, one line each."""
     groups: tuple[str, ...]
-    """Names of process groups that compare in any case."""
+    """Names of process groups whose ranks compare records, whether the graph has collectives of theirs or not."""
     issued: tuple[RecordedCollective, ...]
     """All collectives, in the order of their issue."""
     order: tuple[int, ...]
@@ -70,7 +70,7 @@ class Record:
         return cls(**{**fields, **lists, "issued": issued})
 
     def compared(self) -> dict[str, list[str]]:
-        """By process group: what its ranks must have in common, the collectives of parameters included."""
+        """Return, for each process group, the lines that its ranks must have in common."""
         lines = {group: list(self.about) for group in self.groups}
         for one in self.issued:
             if one.fqns:
@@ -85,7 +85,10 @@ def record_graph(direction: str, about: Sequence[str], groups: Iterable[str], st
 
 
 def recorded_sequence(old: Record, steps: Iterable[Node]) -> dict[str, Any]:
-    """``issued`` and ``order`` of the same graph, once its collectives and waits are in this order.
+    """Return the fields ``issued`` and ``order`` of the record of the same graph in another order.
+
+    Args:
+        steps: the graph's collectives and waits, in the new order.
 
     Raises:
         PlanError: they are not the same collectives.
@@ -110,23 +113,23 @@ def _sequence(steps: Iterable[Node]) -> tuple[tuple[RecordedCollective, ...], tu
 
 
 def is_collective(node: Node) -> bool:
-    """Whether ``node`` issues a functional collective, anybody's."""
+    """Return whether ``node`` issues a functional collective, of this library or of the user."""
     target = node.target
     return isinstance(target, OpOverload) and target.namespace == "_c10d_functional" and target is not WAIT
 
 
 def collective_name(node: Node) -> str:
-    """Which collective it is, also where it works in place by now."""
+    """Return the name of a collective, without the mark of in-place operators."""
     return str(node.target).split(".")[-2].removesuffix("_")
 
 
 def is_step(node: Node) -> bool:
-    """Whether ``node`` issues or awaits a functional collective."""
+    """Return whether ``node`` issues or awaits a functional collective."""
     return node.target is WAIT or is_collective(node)
 
 
 def awaited_collective(wait: Node) -> Node:
-    """The collective whose result ``wait`` is for."""
+    """Return the collective that ``wait`` awaits."""
     node = wait.all_input_nodes[0]
     while not is_collective(node) and node.all_input_nodes:  # one of several results
         node = node.all_input_nodes[0]

@@ -17,22 +17,22 @@ from numpy.typing import NDArray
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 
 Boundaries = tuple[tuple[int, ...], ...]
-"""The members of each bucket, by position; all of them, in order."""
+"""Members of each bucket, by position; together all members, in order."""
 
 Numbers = NDArray[np.float64]
 Places = NDArray[np.int64]
 
 _WINDOW, _FRONT = 32, 4
-"""Most members of a bucket, and most pairs that are kept of a prefix."""
+"""The most members of a bucket, and the most pairs that are kept of a prefix."""
 
 
 def one_bucket_each(members: Sequence[Gather | Reduction]) -> Boundaries:
-    """A bucket for each."""
+    """Return a bucket for each member."""
     return tuple((i,) for i in range(len(members)))
 
 
 def even_buckets(members: Sequence[Gather | Reduction], parts: int) -> Boundaries:
-    """So many buckets, of about the same size."""
+    """Return ``parts`` buckets of about the same size."""
     whole = sum(member.nbytes for member in members)
     before = accumulate((member.nbytes for member in members), initial=0)
     place = [parts * nbytes // (whole + 1) for nbytes, _ in zip(before, members, strict=False)]
@@ -43,18 +43,18 @@ class _Use(NamedTuple):
     kind: CollectiveKind
     nbytes: int
     at: float
-    """Seconds of compute before it."""
+    """Seconds of compute before the use."""
 
 
 Way = tuple[float, float]
-"""How much slower than they are transfers are taken for, and the most bytes of a bucket."""
+"""A factor by which transfers count as slower, and the most bytes of a bucket."""
 
 
 def _cut(chain: Sequence[_Use], ways: Sequence[Way]) -> list[Boundaries]:
-    """Buckets for gathers in the order of their use, in each of several ways.
+    """Return buckets for gathers in the order of their use, for each of several ways.
 
-    A pair of a prefix is when the channel is done with its buckets, and how much later than without communication
-    compute then is.
+    A pair of a prefix is the time when the channel has carried out the prefix's buckets, and the delay of compute
+    compared with no communication.
     """
     slower, largest = np.array(ways).T
     at = np.array([use.at for use in chain])
@@ -113,7 +113,7 @@ def _undominated(done: Numbers, delay: Numbers) -> Places:
 
 
 def _ends(came: Places, pair: int) -> Boundaries:
-    """The buckets that lead to a pair of the whole."""
+    """Return the buckets that lead to a pair of the whole."""
     buckets = []
     end = len(came) - 1
     while end:

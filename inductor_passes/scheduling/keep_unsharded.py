@@ -20,8 +20,13 @@ _PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 def choose_unsharded(
     forward: CostGraph, backward: CostGraph, candidates: Collection[str], budget: float = math.inf
 ) -> frozenset[str]:
-    """The FQNs among ``candidates`` to keep, so that both graphs together are fast and neither needs more than
-    ``budget`` bytes; empty if no choice fits. The graphs are those that keep none of them."""
+    """Return the FQNs among ``candidates`` to keep unsharded, so that both graphs together are fast.
+
+    Neither graph needs more than ``budget`` bytes; the result is empty if no choice fits.
+
+    Args:
+        forward, backward: the graphs in which none of the candidates is kept unsharded.
+    """
     gathers = [gather for gather in backward.gathers if gather.fqn in candidates]
     if not gathers:
         return frozenset()
@@ -45,7 +50,7 @@ def choose_unsharded(
 
 
 def keep_unsharded(forward: CostGraph, backward: CostGraph, fqns: Collection[str]) -> tuple[CostGraph, CostGraph]:
-    """The same graphs if ``backward`` is given these weights and gathers them no more."""
+    """Return the graphs in which ``backward`` is given these weights and does not gather them again."""
     end = len(forward.seconds)
     gathers = tuple(g._replace(last_use_slot=end) if g.fqn in fqns else g for g in forward.gathers)
     during, between = list(backward.live_bytes_in_step), list(backward.live_bytes_at_slot)
@@ -61,7 +66,7 @@ def keep_unsharded(forward: CostGraph, backward: CostGraph, fqns: Collection[str
 
 
 def _without_idle_slots(graph: CostGraph) -> CostGraph:
-    """The same graph, where steps between which nothing is needed or made any more are one."""
+    """Return the graph with neighbouring steps merged where nothing is needed or made in between."""
     end = len(graph.seconds)
     slots = sorted({0, end, *(g.first_use_slot for g in graph.gathers), *(r.ready_slot for r in graph.reductions)})
     slot = {old: new for new, old in enumerate(slots)}

@@ -8,12 +8,12 @@ from torch.fx import Node
 
 
 class LiveBytes(NamedTuple):
-    """Bytes, of ``n`` compute nodes."""
+    """Bytes in use around ``n`` compute nodes."""
 
     during: list[int]
-    """While each of them runs, ``n`` numbers."""
+    """Bytes in use while each compute node runs, ``n`` numbers."""
     before: list[int]
-    """Before each, and at the end, ``n + 1`` numbers."""
+    """Bytes in use before each compute node and at the end, ``n + 1`` numbers."""
 
 
 def live_bytes(

@@ -22,14 +22,19 @@ class BlocksDifferError(ValueError):
 
 
 def repeat_blocks(graph: CostGraph, blocks: int, number: Numbered, renamed: Renamed) -> CostGraph:
-    """``graph`` of a model with ``blocks`` blocks, of that of one with some less.
+    """Return the graph of a model with ``blocks`` blocks, made from the graph of a model with fewer.
 
-    That it is so is likely, not certain, as a graph does not say which weights it reads again in each block: another
-    one with a block more tells.
+    The result is likely to be right, not certain: a graph does not say which weights are read again in each block. A
+    second graph with one block more shows whether it is right.
+
+    Args:
+        graph: of the model with fewer blocks.
+        number: the number of the block that a parameter is part of.
+        renamed: the FQN of the same parameter of another block.
 
     Raises:
-        NotAlikeError: no block is like the one that follows it.
-        ValueError: it has more blocks.
+        BlocksDifferError: no block equals the block that follows it.
+        ValueError: the graph has more blocks than ``blocks``.
     """
     marks = _marks(graph, number)
     here, more = len(marks), blocks - len(marks)
@@ -43,7 +48,7 @@ def repeat_blocks(graph: CostGraph, blocks: int, number: Numbered, renamed: Rena
     ascends = marks[0][0] == 0
 
     def of_block(fqn: str, place: int) -> list[tuple[str, int]]:
-        """FQN and step of a member and of its copies, where the blocks that follow in this graph move on."""
+        """Return FQN and step of a member and its copies, where the blocks that follow in this graph move on."""
         block = number(fqn)
         if block is None:
             return [(fqn, piece.moved(place))]
@@ -76,9 +81,9 @@ class _Piece(NamedTuple):
 
     begin: int
     end: int
-    """Steps."""
+    """Numbers of the first step and of the step behind the last."""
     growth: int
-    """Bytes that are in use at its end and not at its beginning."""
+    """Bytes in use at the end of the piece and not at its beginning."""
     times: int
 
     @property
@@ -86,7 +91,7 @@ class _Piece(NamedTuple):
         return self.end - self.begin
 
     def moved(self, place: int) -> int:
-        """Where a step, or the slot before it, comes to be that belongs to no block."""
+        """Return the new place of a step, or of the slot before it, that belongs to no block."""
         if self.begin < place < self.end:
             raise BlocksDifferError("a weight that is no block's own is used, or its gradient complete, within a block")
         return place if place <= self.begin else place + self.times * self.steps

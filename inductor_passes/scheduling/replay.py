@@ -29,7 +29,7 @@ class CollectiveSpan(NamedTuple):
     """A collective of a ``Timeline``; seconds since the graph began."""
 
     what: str
-    """``"gather"``, ``"reduce"``, or ``"all-reduce"``: one that follows."""
+    """``"gather"``, ``"reduce"``, or ``"all-reduce"`` for one that follows a reduce-scatter."""
     kind: CollectiveKind
     fqns: tuple[str, ...]
     nbytes: int
@@ -37,13 +37,13 @@ class CollectiveSpan(NamedTuple):
     started: float
     finished: float
     awaited: float = math.inf
-    """When the wait for it began, which ended then, or when the collective had finished; infinite: not yet."""
+    """When the wait for the collective began; infinite: not yet. The wait ends when the collective has finished."""
     held: int = 0
-    """Bytes that are in use until then: what was packed or prepared to be gathered."""
+    """Bytes of packed or prepared shards that are in use until the collective has finished."""
 
     @property
     def exposed(self) -> float:
-        """Seconds that compute waits for it."""
+        """Seconds that compute waits for the collective."""
         return max(0.0, self.finished - self.awaited)
 
 
@@ -54,16 +54,16 @@ class Timeline(NamedTuple):
     exposed: float
     """Seconds in which compute waited for a collective; part of ``seconds``."""
     peak: int
-    """Most bytes in use at a time."""
+    """The most bytes in use at any time."""
     starts: tuple[float, ...]
     """When each step of compute begins, and when the graph ends."""
     memory: tuple[int, ...]
-    """Most bytes in use in each slot and step."""
+    """The most bytes in use in each slot and the step behind it; one entry per slot."""
     spans: tuple[CollectiveSpan, ...]
 
 
 class Replay:
-    """A graph while it runs: collectives are issued and awaited in the slot that ``advance`` has come to."""
+    """A graph while it is replayed: collectives are issued and awaited in the slot that ``advance`` has come to."""
 
     def __init__(self, graph: CostGraph):
         steps = len(graph.seconds)
@@ -72,7 +72,7 @@ class Replay:
         self.clock = 0.0
         self.exposed = 0.0
         self.free: dict[str, float] = {}
-        """When each channel has done all that was issued."""
+        """When each channel has carried out all collectives that were issued on it."""
         self.alive = 0
         """Bytes of gathers, gradients and reduced shards."""
         self._starts: list[float] = []
@@ -116,7 +116,7 @@ class Replay:
             self._copy(span.kind, span.nbytes)
 
     def await_reduction(self, span: CollectiveSpan) -> CollectiveSpan | None:
-        """The all-reduce that follows is issued and returned, if there is one."""
+        """Await a reduction; issue and return the all-reduce that follows, if there is one."""
         self._wait(span)
         if span.kind.all_reduce_after is not None:
             return self._issue("all-reduce", span.kind.all_reduce_after, span.fqns, span.nbytes)
@@ -124,7 +124,7 @@ class Replay:
         return None
 
     def advance(self) -> None:
-        """Run the step that this slot precedes, or end."""
+        """Run the step behind this slot, or end the graph."""
         step = self.slot
         self._starts.append(self.clock)
         if step < len(self.graph.seconds):
@@ -137,7 +137,7 @@ class Replay:
         self.slot += 1
 
     def timeline(self) -> Timeline:
-        """Once ``advance`` has come to the end."""
+        """Return the timeline; to be called once ``advance`` has come to the end."""
         memory = tuple(self._memory)
         return Timeline(self.clock, self.exposed, max(memory), tuple(self._starts), memory, tuple(self._spans))
 
@@ -218,7 +218,7 @@ class _Action(IntEnum):
 
 
 def _actions(schedule: Schedule) -> Iterator[tuple[issue_points.ActionKey, _Action, int]]:
-    """All actions of a schedule with their keys, and the position of each action's bucket."""
+    """Yield all actions of a schedule with their keys, and the position of each action's bucket."""
     key, phase = issue_points.action_key, issue_points.Phase
     for i, (_, issue, wait, _) in enumerate(schedule.gathers):
         yield key(phase.GATHER_ISSUE, issue, issue, i), _Action.ISSUE_GATHER, i
@@ -261,7 +261,7 @@ def lower_bound(graph: CostGraph) -> float:
 
 
 def _at_once(members: Sequence[Gather | Reduction]) -> list[float]:
-    """Seconds of the first, of the first two, ... of them on one channel, each time with the largest alpha once."""
+    """Return the seconds of the first member, the first two, ... on one channel, with the largest alpha once."""
     alphas = accumulate((member.kind.alpha_s for member in members), max)
     transfers = accumulate(member.nbytes * member.kind.s_per_byte for member in members)
     return [alpha + transfer for alpha, transfer in zip(alphas, transfers, strict=True)]

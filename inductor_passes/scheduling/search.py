@@ -42,26 +42,25 @@ TIME_TOLERANCE = 0.005
 _MARGINS = (0.5, 2.0)
 """How much earlier than necessary a gather is issued, in parts of its time; tried besides as early as memory allows."""
 _STEPS = 5
-"""How many changes at once are tried of the best in the end."""
+"""Number of changes at once that are tried of the best schedule in the end."""
 
 
 class Effort(NamedTuple):
     """The amount of work of a search."""
 
     speeds: tuple[float, ...] = (1.0, 3.0)
-    """How much slower communication is taken for when cutting: it shares its channel, and may be late."""
+    """Factors by which communication counts as slower when buckets are cut: it shares its channel, and may be late."""
     parts: tuple[int, ...] = (4, 8, 16, 32, 64)
-    """All is also cut into so many even buckets, and in the best way with none larger than such a part of the whole, or
-    of what the budget leaves."""
+    """Numbers of even buckets that are tried; a bucket is also limited to such parts of the whole or of the budget."""
     best: int = 3
     """Number of sets of buckets that are arranged in all ways."""
     work: int = 20_000
-    """How many collectives are replayed, about, to improve schedules."""
+    """Number of collectives that are replayed, about, to improve schedules."""
 
 
 THOROUGH = Effort()
 QUICK = Effort(speeds=(1.0,), parts=(16,), best=0, work=2_000)
-"""To compare graphs, a tenth of the time."""
+"""Effort for comparing graphs: a tenth of the time."""
 
 
 class ReplayedSchedule(NamedTuple):
@@ -79,7 +78,7 @@ class _Choice(NamedTuple):
     gathers_first: bool = False
     """Whether reductions are held back while a gather is late."""
     memory_limit: float = math.inf
-    """Bytes in use up to which gathers that could wait are issued, and reductions not awaited."""
+    """Bytes in use up to which gathers are issued early and reductions are not awaited."""
 
 
 def search_schedule(
@@ -90,10 +89,13 @@ def search_schedule(
     tolerance: float = 0.0,
     effort: Effort = THOROUGH,
 ) -> ReplayedSchedule | None:
-    """The fastest schedule with a peak of at most ``budget`` bytes; ``None`` if none is found.
+    """Return the fastest schedule with a peak of at most ``budget`` bytes; ``None`` if none is found.
 
-    Never slower than any of ``proposals`` that is within the budget. ``tolerance``: of the predicted time, what may be
-    given away for a lower peak.
+    The result is never slower than any of ``proposals`` that is within the budget.
+
+    Args:
+        tolerance: the part of the predicted time that may be given up for a lower peak.
+        effort: the amount of work.
     """
     least = _least_memory_schedule(graph, effort.work)
     given = [least, *(ReplayedSchedule(schedule, replay(graph, schedule)) for schedule in proposals)]
@@ -172,8 +174,10 @@ def greedy_schedule(graph: CostGraph, memory_limit: float = math.inf) -> Replaye
 
 
 def least_memory_schedule(graph: CostGraph) -> ReplayedSchedule:
-    """The schedule that needs the least memory: nothing is merged or issued ahead, and all is awaited at once, but for
-    what small changes save."""
+    """Return the schedule that needs the least memory.
+
+    Nothing is merged or issued ahead, and everything is awaited at once, except where small changes save memory.
+    """
     return _least_memory_schedule(graph, THOROUGH.work)
 
 
@@ -221,7 +225,7 @@ def _candidates(graph: CostGraph, budget: float, least: int, effort: Effort) -> 
 
 
 def _arrange_within_budget(graph: CostGraph, choice: _Choice, budget: float) -> ReplayedSchedule | None:
-    """The arrangement of a choice that gives gathers the most room within the budget."""
+    """Return the arrangement of a choice that gives gathers the most memory within the budget, or ``None``."""
     found = _arrange(graph, choice)
     if found.timeline.peak <= budget:
         return found
@@ -241,11 +245,11 @@ def _arrange_within_budget(graph: CostGraph, choice: _Choice, budget: float) -> 
 
 
 _Rank = Callable[[Timeline], tuple[float, float] | None]
-"""The lower the better; ``None`` for what may not be."""
+"""Rank of a timeline, the lower the better; ``None``: the timeline is not allowed."""
 
 
 def _improve(graph: CostGraph, starts: Sequence[ReplayedSchedule], rank: _Rank, work: int) -> ReplayedSchedule:
-    """The best that small changes make of ``starts``, of which those in front have the most time."""
+    """Return the best schedule that small changes make of ``starts``, of which the first ones get the most work."""
     work = work // (len(graph.gathers) + len(graph.reductions) + 1)
     best = starts[0]
     for found in starts:
@@ -257,7 +261,7 @@ def _improve(graph: CostGraph, starts: Sequence[ReplayedSchedule], rank: _Rank, 
 def _descend(
     graph: CostGraph, best: ReplayedSchedule, rank: _Rank, work: int, steps: int
 ) -> tuple[ReplayedSchedule, int]:
-    """The next better schedule, so many steps away, and on from there, until ``work`` of them are replayed."""
+    """Follow the next better schedule within ``steps`` changes, and on from there, until ``work`` are replayed."""
     improved = True
     while improved:
         improved = False
@@ -354,7 +358,7 @@ def _put(buckets: tuple[ScheduledBucket, ...], i: int, *new: ScheduledBucket) ->
 
 
 def _arrange(graph: CostGraph, choice: _Choice) -> ReplayedSchedule:
-    """When to issue and await the buckets of a choice."""
+    """Return the schedule that issues and awaits the buckets of a choice."""
     end = len(graph.seconds)
     run = Replay(graph)
     due = _GatherIssue(graph, choice, run)
@@ -397,7 +401,7 @@ def _arrange(graph: CostGraph, choice: _Choice) -> ReplayedSchedule:
 
 
 def _after_waits(run: Replay, gathering: Iterable[tuple[int, list[CollectiveSpan]]]) -> float:
-    """When the step begins that the slot precedes in which ``run`` is."""
+    """Return when the step behind the slot of ``run`` begins, once the gathers due in the slot are awaited."""
     clock = run.clock
     for use, spans in gathering:
         if use > run.slot:
@@ -409,7 +413,7 @@ def _after_waits(run: Replay, gathering: Iterable[tuple[int, list[CollectiveSpan
 
 
 class _GatherIssue:
-    """When the gathers of a choice are to be issued."""
+    """Decides when the gathers of a choice are issued."""
 
     def __init__(self, graph: CostGraph, choice: _Choice, run: Replay):
         self.members = choice.gathers
@@ -421,7 +425,7 @@ class _GatherIssue:
         self._nbytes = [sum(graph.gathers[i].nbytes for i in members) for members in choice.gathers]
         self._channels = [graph.gathers[members[0]].kind.channel for members in choice.gathers]
         self._latest = [math.inf] * (len(self.uses) + 1)
-        """Seconds of compute before which gather k must begin, for it and all later ones to be in time."""
+        """Seconds of compute before which gather k must begin, for this and all later gathers to be in time."""
         for k in reversed(range(len(self.uses))):
             kinds: dict[CollectiveKind, int] = {}
             for i in choice.gathers[k]:
@@ -436,13 +440,13 @@ class _GatherIssue:
         """Bytes of weights that are not needed any longer, at each slot."""
         in_use = zip(graph.live_bytes_at_slot, copied, (*graph.live_bytes_in_step, 0), self._read, strict=False)
         self._needs = [max(between + copy, during) - read for between, copy, during, read in in_use]
-        """Bytes in use in each slot and step beside all that was gathered by then."""
+        """Bytes in use in each slot and step beside the weights that were gathered by then."""
         self._window: deque[int] = deque()
-        """Slots to come, of those ``_seen``, that need more than all after them."""
+        """Slots to come, up to ``_seen``, that need more memory than all slots after them."""
         self._seen = 0
 
     def now(self, run: Replay, k: int, gathering: Iterable[tuple[int, list[CollectiveSpan]]]) -> bool:
-        """Whether gather ``k`` is issued in the slot that ``run`` has come to, those of ``gathering`` being awaited."""
+        """Return whether gather ``k`` is issued in the slot of ``run``; ``gathering`` is still to be awaited."""
         clock = _after_waits(run, gathering)
         if self.uses[k] <= run.slot:
             return True
@@ -453,7 +457,7 @@ class _GatherIssue:
         return self._room == math.inf or self._most(run, k) <= self._room
 
     def _most(self, run: Replay, k: int) -> int:
-        """Bytes in use until gather ``k`` is, if it is issued now and gradients stay no longer than they do by now."""
+        """Return the most bytes in use until gather ``k`` is used, if issued now and no more gradients are held."""
         while self._seen <= self.uses[k]:
             while self._window and self._needs[self._window[-1]] <= self._needs[self._seen]:
                 self._window.pop()
@@ -464,7 +468,7 @@ class _GatherIssue:
         return run.alive + self._nbytes[k] + self._read[run.slot] + self._needs[self._window[0]]
 
     def late(self, run: Replay, k: int, clock: float) -> bool:
-        """Whether gather ``k`` would be late if it were issued in the next slot."""
+        """Return whether gather ``k`` would be late if it were issued in the next slot."""
         if k >= len(self.uses):
             return False
         behind = clock - self._at[run.slot]
@@ -472,13 +476,13 @@ class _GatherIssue:
         return begin > self._latest[k] + behind
 
     def _next(self, run: Replay, clock: float) -> float:
-        """When the next slot comes in which a gather could be issued."""
+        """Return when the next slot comes in which a gather could be issued."""
         following = bisect_right(self._slots, run.slot)
         slot = self._slots[following] if following < len(self._slots) else len(self._at) - 1
         return clock + self._at[slot] - self._at[run.slot]
 
 
 def _in(numbers: Sequence[int], number: int) -> bool:
-    """Whether ``number`` is among the sorted ``numbers``."""
+    """Return whether ``number`` is among the sorted ``numbers``."""
     place = bisect_left(numbers, number)
     return place < len(numbers) and numbers[place] == number

@@ -18,7 +18,7 @@ class Diagnosis(NamedTuple):
     """Diagnosis of one bucket: what hides or exposes its collectives, and what would change that."""
 
     spans: tuple[CollectiveSpan, ...]
-    """Its collectives, in the order in which they are awaited."""
+    """Collectives of the bucket, in the order in which they are awaited."""
     bound: Cause
     """Reason why the bucket's collectives are exposed.
 
@@ -27,13 +27,13 @@ class Diagnosis(NamedTuple):
     ``"plan"``: it would be. ``"nothing"``: the collectives are hidden.
     """
     where: str
-    """The same in words."""
+    """The reason in words."""
     closed: str
-    """Why the next bucket is not part of it, in words."""
+    """Reason why the next bucket is not part of this one, in words."""
 
     @property
     def exposed(self) -> float:
-        """Seconds that compute waits for it."""
+        """Seconds that compute waits for the bucket."""
         return sum(span.exposed for span in self.spans)
 
 
@@ -42,7 +42,7 @@ class _Change(NamedTuple):
 
     seconds: float
     over: float
-    """Bytes above what there is room for."""
+    """Bytes above the memory limit."""
 
 
 def diagnose(graph: CostGraph, schedule: Schedule, memory_limit: float) -> tuple[list[Diagnosis], list[Diagnosis]]:
@@ -89,7 +89,7 @@ def _exposed(spans: Sequence[CollectiveSpan]) -> bool:
 
 
 def _earlier(graph: CostGraph, schedule: Schedule, i: int) -> Schedule | None:
-    """Gather ``i`` is issued one use of a weight earlier, those before it not later; ``None``: it is at the start."""
+    """Return the schedule with gather ``i`` issued one use of a weight earlier; ``None``: it is issued at the start."""
     uses = sorted({0, *(gather.first_use_slot for gather in graph.gathers)})
     place = bisect_left(uses, schedule.gathers[i].issue_slot)
     if not place:
@@ -102,7 +102,7 @@ def _earlier(graph: CostGraph, schedule: Schedule, i: int) -> Schedule | None:
 
 
 def _later(graph: CostGraph, schedule: Schedule, i: int) -> Schedule | None:
-    """Reduction ``i`` is awaited one reduction later; ``None``: it is awaited behind all compute."""
+    """Return the schedule with reduction ``i`` awaited one reduction later; ``None``: it is awaited at the end."""
     scheduled, end = schedule.reductions[i], len(graph.seconds)
     issues = sorted({end + 1, *(other.issue_slot for other in schedule.reductions)})
     if scheduled.wait_slot >= end:
@@ -112,7 +112,7 @@ def _later(graph: CostGraph, schedule: Schedule, i: int) -> Schedule | None:
 
 
 def _alike(of: Sequence[Gather | Reduction], pair: Sequence[ScheduledBucket]) -> bool | None:
-    """Whether some of both buckets could share a collective; ``None``: there is only one."""
+    """Return whether members of both buckets could share a collective; ``None``: there is only one bucket."""
     kinds = [{of[k].kind for k in scheduled.members} for scheduled in pair]
     return not kinds[0].isdisjoint(kinds[1]) if len(kinds) == 2 else None
 

@@ -53,7 +53,7 @@ class BucketExplanation:
     held_bytes: int
     """Bytes of these, and of what is packed to be gathered."""
     held_s: float
-    """From when it is issued until the last weight was read for the last time, or the last gradient reduced."""
+    """Seconds from the issue until the last weight was read for the last time, or the last gradient reduced."""
     issued_s: float
     started_s: float
     finished_s: float
@@ -65,9 +65,9 @@ class BucketExplanation:
     """Seconds that compute waits, also for collectives that come before in the same process group."""
     bound: Cause
     where: str
-    """Why it is not issued earlier, or awaited later."""
+    """Reason why the bucket is not issued earlier, or awaited later, in words."""
     closed: str
-    """Why the next bucket is not part of it."""
+    """Reason why the next bucket is not part of this one, in words."""
     measured: MeasuredBucket | None = None
 
 
@@ -89,7 +89,7 @@ class Explanation:
     plan: BucketPlan
     costs: StepCosts
     replayed: tuple[Timeline, Timeline]
-    """Forward and backward, as predicted."""
+    """Timelines of the forward and the backward graph, as predicted."""
     measurement: Measurement | None = None
     """Result of ``simplefsdp.measure``, if the step was measured."""
 
@@ -99,8 +99,11 @@ class Explanation:
 
     @functools.cached_property
     def buckets(self) -> tuple[BucketExplanation, ...]:
-        """Each is replayed merged with the next, and what is exposed issued earlier or awaited later too, to say why it
-        is as it is: of 1,500 collectives in half a minute."""
+        """Explanations of all buckets.
+
+        Each bucket is replayed merged with the next, and each exposed bucket issued earlier or awaited later, to find
+        the reason for its place: half a minute for 1,500 collectives.
+        """
         return tuple(_buckets(self))
 
     @property
@@ -110,12 +113,12 @@ class Explanation:
 
     @property
     def before(self) -> int:
-        """Collectives without a plan: one for each parameter and direction."""
+        """Number of collectives without a plan: one for each parameter and direction."""
         return sum(len(graph.gathers) + len(graph.reductions) for graph in self.costs.cost_graphs)
 
     @property
     def collectives(self) -> int:
-        """With the plan: its buckets."""
+        """Number of collectives with the plan: its buckets."""
         return sum(len(of.gathers) + len(of.reductions) for of in schedules(self.plan, self.costs.cost_graphs))
 
     @property
@@ -139,7 +142,7 @@ class Explanation:
 
     @functools.cached_property
     def changes(self) -> tuple[Suggestion, ...]:
-        """The three that gain most, each by itself, the best first; the planner is asked what they would bring."""
+        """The three changes that gain most, each by itself, the best first; the planner predicts the gains."""
         return tuple(_changes(self))
 
     @functools.cached_property
@@ -206,8 +209,11 @@ class Explanation:
         return "\n".join(lines) + "\n"
 
     def text(self, rows: int = ROWS) -> str:
-        """For a terminal: ``summary``, the ``rows`` buckets that are exposed longest, in the order in which they run,
-        and the changes that would help."""
+        """Return the explanation for a terminal.
+
+        The text is ``summary``, the ``rows`` buckets that are exposed longest, in the order in which they run, and the
+        changes that would help.
+        """
         lines = []
         shown = sorted(self.buckets, key=lambda bucket: bucket.exposed_s, reverse=True)[:rows]
         for direction in ("forward", "backward", "reductions"):
@@ -247,7 +253,7 @@ def _buckets(explanation: Explanation) -> list[BucketExplanation]:
 
 
 def _went(bucket: BucketExplanation, measurement: Measurement) -> MeasuredBucket | None:
-    """How the collectives of ``bucket`` went when its graph ran last."""
+    """Return the measured times of ``bucket``'s collectives in the last run of its graph."""
     gathered = bucket.direction != "reductions"
     direction = bucket.direction if gathered else "backward"
     last = [run for run in measurement.runs if run.direction == direction][-1:]
@@ -272,7 +278,7 @@ def _went(bucket: BucketExplanation, measurement: Measurement) -> MeasuredBucket
 
 
 def _freed(graph: CostGraph, timeline: Timeline) -> dict[str, float]:
-    """By FQN of a gathered weight: when it is no longer needed."""
+    """Return when each gathered weight is no longer needed, by FQN."""
     ends = [start + seconds for start, seconds in zip(timeline.starts, graph.seconds, strict=False)]
     return {gather.fqn: [*ends, timeline.seconds][gather.last_use_slot] for gather in graph.gathers}
 
@@ -319,7 +325,7 @@ def _changes(explanation: Explanation) -> list[Suggestion]:
 def _planned(
     explanation: Explanation, cost_graphs: Sequence[CostGraph], memory_limit: float
 ) -> tuple[float, int] | None:
-    """Seconds and peak of a step with these graphs, planned anew; ``None``: nothing fits in memory."""
+    """Return seconds and peak of a step with these graphs, planned anew; ``None``: nothing fits in memory."""
     costs, present = explanation.costs, schedules(explanation.plan, cost_graphs)
     found = [
         search_schedule(graph, memory_limit, [schedule]) for graph, schedule in zip(cost_graphs, present, strict=True)

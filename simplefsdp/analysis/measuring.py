@@ -129,7 +129,7 @@ class Kernel(NamedTuple):
 
     stream: int
     launched: float
-    """By the host."""
+    """When the host launched the kernel."""
     start: float
     end: float
 
@@ -175,7 +175,7 @@ def seen_in(trace_events: Iterable[dict[str, Any]]) -> tuple[list[Event], list[K
 
 
 def runs_of(records: Sequence[Record], events: Sequence[Event], kernels: Sequence[Kernel] = ()) -> list[GraphRun]:
-    """The runs of the graphs with these records, in the order they ran, from what the profiler saw of the step."""
+    """Return the runs of graphs with these records, in the order of running, from the events of a step."""
     events = sorted(events, key=lambda event: event.start)
     (began,) = (event.start for event in events if event.name == _STEP)
     agreements = [event for event in events if event.name == _AGREE]
@@ -211,7 +211,7 @@ class _Gloo:
             self._of_thread.setdefault(event.thread, deque()).append(event)
 
     def take(self, group: str, since: float) -> Event | None:
-        """The next of ``group`` that began since then, when it was issued; what began before was somebody else's."""
+        """Return the next collective of ``group`` that began after ``since``, when it was issued; drop earlier ones."""
         for left in self._of_thread.values():
             while left and left[0].start < since:
                 left.popleft()
@@ -236,7 +236,7 @@ class _Device:
         self._others = [kernel for kernel in kernels if kernel.stream != self._compute]
 
     def reached(self, when: float) -> float:
-        """When the stream of compute had done all that the host had launched on it by then: not before then."""
+        """Return when the stream of compute had done all that was launched by ``when``: not before ``when``."""
         earlier = bisect_left(self._launched, when)
         return max(when, self._done[earlier - 1]) if earlier else when
 

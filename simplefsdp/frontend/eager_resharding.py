@@ -55,7 +55,7 @@ class _Outermost:
 
 @dataclass(frozen=True, eq=False)
 class _GatheredWeight:
-    """A gathered weight."""
+    """A gathered weight, and its version when it was gathered."""
 
     tensor: Tensor
     fqn: str
@@ -177,7 +177,7 @@ class _SavedView:
 
 @dataclass(frozen=True, eq=False)
 class _SavedDTensor:
-    """The same in place of a ``DTensor``, whose local tensor such a view is."""
+    """A placeholder in place of a ``DTensor`` whose local tensor is a view of a gathered weight."""
 
     local: _SavedView
     spec: DTensorSpec
@@ -188,7 +188,7 @@ class _SavedDTensor:
 
 @torch.compiler.disable
 def enter(compiled: bool) -> _Call:
-    """Begin the call of a sharded module; ``compiled``: Dynamo sees what it calls."""
+    """Begin the call of a sharded module; ``compiled``: Dynamo sees the functions that the module calls."""
     calls = _thread.calls
     if calls:
         call = _Call(calls[-1].outermost)
@@ -212,7 +212,7 @@ def _only_ours(outermost: _Outermost) -> bool:
 
 @torch.compiler.disable
 def leave(call: _Call) -> None:
-    """End it, whether it returned or raised."""
+    """End the call of a sharded module, whether it returned or raised."""
     _thread.calls.pop()
     checkpoint.is_recomputing = call.was_recomputing
     if not _thread.calls:
@@ -234,9 +234,10 @@ def check_unchanged(call: _Call) -> None:
 
 @torch.compiler.disable
 def read(param: DTensor, info: ShardedParameter, proxy: Tensor | None) -> Tensor:
-    """The full weight inside a call, in backward or while held by ``unshard``; elsewhere ``param``, the shard.
+    """Return the full weight inside a call, in backward or while ``unshard`` holds it; elsewhere ``param``, the shard.
 
-    ``proxy``: where its gradient is to flow, if it is not to be reduced.
+    Args:
+        proxy: where the gradient flows if it is not reduced.
     """
     if (held := _thread.held.get(id(param))) is not None:
         if held.proxy is not proxy or held.requires_grad != param.requires_grad or held.versions != _versions(param):
@@ -257,7 +258,7 @@ def read(param: DTensor, info: ShardedParameter, proxy: Tensor | None) -> Tensor
 
 
 def hold_unsharded(params: list[tuple[DTensor, ShardedParameter, Tensor | None]]) -> None:
-    """Gather weights and keep them until ``release``, the end of the next outermost call or an optimizer's step."""
+    """Gather weights and keep them until ``release_unsharded``, the end of the next call or an optimizer's step."""
     outermost = _Outermost()
     if not _thread.held:
         # Fused and foreach optimizers do not change a shard's version.

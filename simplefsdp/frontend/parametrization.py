@@ -36,9 +36,9 @@ class ShardedModuleState:
     """State of a sharded module, besides its class."""
 
     params: dict[str, ShardedParameter] = field(default_factory=dict)
-    """By attribute name; empty where only modules below hold parameters."""
+    """Sharded parameters by attribute name; empty where only modules below hold parameters."""
     proxies: dict[str, Tensor] = field(default_factory=dict)
-    """While gradients are not reduced: what collects the full gradient of a parameter, by attribute name."""
+    """Proxies that collect full gradients while gradients are not reduced, by attribute name."""
     ending: dict[str, Tensor] = field(default_factory=dict)
     """The proxies whose accumulated gradients are reduced in the next backward, by attribute name."""
     cast_inputs: torch.dtype | None = None
@@ -139,9 +139,9 @@ for _function in (ShardedModule.__call__, _call):
 
 
 def attach(module: nn.Module) -> None:
-    """Put what is known of its parameters on them, where the backend looks for it by a graph input's identity.
+    """Put the ``ShardedParameter`` of each parameter on it, where the backend finds it by a graph input's identity.
 
-    ``module.to()``, ``to_empty()`` and ``load_state_dict(assign=True)`` exchange parameters or what is on them.
+    ``module.to()``, ``to_empty()`` and ``load_state_dict(assign=True)`` exchange parameters, or attributes on them.
     """
     state: Any = module._simple_fsdp
     for name, info in state.params.items():
@@ -153,7 +153,7 @@ def attach(module: nn.Module) -> None:
 
 
 def _apply_where_it_is_kept(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """``fn(tensor)``, on CPU if that is an offloaded shard or its gradient: ``module.to("cuda")`` moves the others."""
+    """Return ``fn(tensor)``, on CPU for an offloaded shard or gradient: ``module.to("cuda")`` moves other tensors."""
     info: ShardedParameter | None = getattr(tensor, "simple_fsdp_info", None)
     if info is not None:
         offloaded = info.communication.device is not None
@@ -167,7 +167,7 @@ def _apply_where_it_is_kept(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> T
 
 @torch.compiler.disable
 def _check_children(module: nn.Module) -> None:
-    """Raise if one was added after sharding and has parameters of its own: they would not be reduced."""
+    """Raise if a child was added after sharding and has parameters of its own: they would not be reduced."""
     for name, child in module.named_children():
         for fqn, param in child.named_parameters(prefix=name):
             known = isinstance(param, DTensor) or getattr(param, "simple_fsdp_ignored", False)
@@ -226,12 +226,14 @@ def _property(name: str) -> property:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let another method of ``module`` than ``forward`` read full weights when it is called from outside (``generate``,
-    ``encode``). Under ``torch.compile`` every method may. As ``torch.distributed.fsdp``'s function of this name.
+    """Let a method of ``module`` other than ``forward`` read full weights when it is called from outside.
+
+    For methods such as ``generate`` and ``encode``. Under ``torch.compile`` every method may read full weights. As
+    ``torch.distributed.fsdp``'s function of this name.
 
     Raises:
         TypeError: ``module`` is not sharded.
-        AttributeError: it has no such method.
+        AttributeError: ``module`` has no such method.
     """
     if not isinstance(module, ShardedModule):
         raise TypeError(f"module: expected one that simple_fsdp() has sharded, found a {type(module).__name__}")

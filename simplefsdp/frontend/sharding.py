@@ -50,7 +50,7 @@ Reshard = bool | Literal["auto"]
 
 
 class Communication(NamedTuple):
-    """All that a parameter's collectives depend on; the same on every rank."""
+    """Facts that a parameter's collectives depend on; the same on every rank."""
 
     shape: tuple[int, ...]
     """Shape of what is sharded: the whole parameter, or this rank's part of a tensor-parallel one."""
@@ -63,7 +63,7 @@ class Communication(NamedTuple):
     param_dtype: torch.dtype | None = None
     """Dtype of the gathered weight; ``None``: that of the shard."""
     reduce_dtype: torch.dtype | None = None
-    """Dtype of the gradient reduction; ``None``: as ``reduced_in`` says."""
+    """Dtype of the gradient reduction; ``None``: as ``reduction_dtype`` says."""
     divide_factor: float | None = None
     """The divisor of the sum of all ranks' gradients; ``None``: the number of ranks."""
     reshard_after_forward: Reshard = True
@@ -80,7 +80,7 @@ class Communication(NamedTuple):
         return [group for group in (self.shard_group, self.replica_group) if group is not None]
 
     def encode(self) -> str:
-        """As text; ``decode`` reads it.
+        """Return the communication as text, which ``decode`` reads.
 
         Of all kinds of values, Dynamo treats only strings as constants for good, and one comparison guards all fields.
         """
@@ -110,7 +110,7 @@ class ShardedModel:
     """A model given to ``simple_fsdp``, or a deep copy."""
 
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
-    """FQN and shape of the whole of each, in registration order."""
+    """FQN and whole shape of each parameter, in registration order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +122,7 @@ class ShardedParameter:
     model: ShardedModel
     communication: Communication
     placements: tuple[Placement, ...]
-    """On the dimensions of its mesh."""
+    """Placements on the dimensions of the parameter's mesh."""
     tensor_parallel: DTensorSpec | None = None
     """Spec of the ``DTensor`` that the parameter was before sharding; ``None``: it was a plain tensor."""
     key: str = field(init=False)
@@ -137,7 +137,7 @@ class ShardedParameter:
         return self.communication.shape if self.tensor_parallel is None else tuple(self.tensor_parallel.shape)
 
     def as_it_was(self, full: Tensor) -> Tensor:
-        """The weight that the module expects, of what was gathered."""
+        """Return the weight that the module expects, made from the gathered tensor."""
         spec = self.tensor_parallel
         if spec is None:
             return full
@@ -174,7 +174,7 @@ class ReplacedDTensor(ReplacedByShard, DTensor):
 
 
 def replace_parameter(param: nn.Parameter, local: DTensor, info: ShardedParameter) -> nn.Parameter:
-    """``local`` as the parameter that takes ``param``'s place, with the Python attributes that were set on it."""
+    """Return ``local`` as the parameter in ``param``'s place, with the Python attributes that were set on ``param``."""
     sharded = nn.Parameter(local, requires_grad=param.requires_grad)
     sharded.__dict__.update(param.__dict__)
     sharded.simple_fsdp_info = info  # type: ignore[attr-defined]
@@ -193,7 +193,7 @@ def shard(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) ->
 
 
 def shard_further(param: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-    """The same for a tensor-parallel parameter whose part on this rank is sharded over another mesh."""
+    """Return a tensor-parallel parameter's part on this rank, sharded over another mesh."""
     spec = param._spec
     on_both = [
         StridedShard(placement.dim, split_factor=split)
@@ -206,7 +206,7 @@ def shard_further(param: DTensor, mesh: DeviceMesh, placements: tuple[Placement,
 
 
 def to_offload_device(local: DTensor, pinned: bool) -> DTensor:
-    """The same on CPU, unless it is on ``meta``."""
+    """Return the shard on CPU, unless it is on ``meta``."""
     if local.is_meta:
         return local
     there = local._local_tensor.cpu()
@@ -214,7 +214,7 @@ def to_offload_device(local: DTensor, pinned: bool) -> DTensor:
 
 
 def _splits(spec: DTensorSpec, dim: int) -> int:
-    """In how many parts ``dim`` is."""
+    """Return the number of parts of ``dim``."""
     sizes = zip(spec.placements, spec.mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if isinstance(placement, Shard) and placement.dim == dim)
 
@@ -233,7 +233,7 @@ def _part(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) ->
 
 
 def all_gather(local: Tensor, comm: Communication) -> Tensor:
-    """The full weight, in ``param_dtype``, from this rank's shard. Not differentiable."""
+    """Return the full weight, in ``param_dtype``, from this rank's shard. Not differentiable."""
     if 0 in comm.shape:
         return local.new_empty(comm.shape, dtype=comm.param_dtype, device=comm.device)
     if comm.device is not None:
@@ -252,12 +252,12 @@ def all_gather(local: Tensor, comm: Communication) -> Tensor:
 
 
 def reduction_dtype(comm: Communication, own: torch.dtype) -> torch.dtype | None:
-    """Dtype of the reduction for a parameter of dtype ``own``; ``None``: that of the gradient."""
+    """Return the dtype of the reduction for a parameter of dtype ``own``; ``None``: that of the gradient."""
     return comm.reduce_dtype or (own if REDUCES_IN_OWN_DTYPE else None)
 
 
 def reduce(grad: Tensor, comm: Communication, local: Tensor) -> Tensor:
-    """The gradient of the shard ``local``, averaged over the ranks, from this rank's full one. Not differentiable."""
+    """Return the gradient of the shard ``local``, averaged over the ranks, from a full gradient. Not differentiable."""
     if 0 in comm.shape:
         return torch.zeros_like(local)
     rows, operators, postdivide = _rows(grad, comm, local)
@@ -271,8 +271,7 @@ def reduce(grad: Tensor, comm: Communication, local: Tensor) -> Tensor:
 
 
 def reduce_coalesced(full: list[tuple[Tensor, Communication, Tensor]]) -> list[Tensor]:
-    """``reduce`` of each (full gradient, communication, shard): the same bits, by one collective for all that go the
-    same way."""
+    """Reduce each (full gradient, communication, shard): the bits of ``reduce``, by one collective for each kind."""
     results: list[Any] = [None if 0 not in comm.shape else torch.zeros_like(local) for _, comm, local in full]
     ways: dict[Any, list[tuple[int, Tensor, float]]] = {}
     for i, (grad, comm, local) in enumerate(full):
@@ -307,7 +306,7 @@ def _rows(grad: Tensor, comm: Communication, local: Tensor) -> tuple[Tensor, lis
 
 
 def _gradient(rows: Tensor, postdivide: float, comm: Communication, local: Tensor) -> Tensor:
-    """The gradient of the shard ``local``, of what left the last collective."""
+    """Return the gradient of the shard ``local`` from the result of the last collective."""
     if postdivide != 1:
         rows = rows / postdivide
     rows = torch.view_as_complex(rows) if local.is_complex() else rows

@@ -65,7 +65,7 @@ def _is_reshard(value: object) -> bool:
 
 
 def check_mode(mode: str | None, mesh: DeviceMesh | None) -> str:
-    """The mode, from the mesh where it is ``None``."""
+    """Return the mode; from the mesh where ``mode`` is ``None``."""
     if mode is not None and mode not in MODES:
         raise ValueError(unknown("mode", mode, MODES))
     if mesh is None:
@@ -198,7 +198,7 @@ _warned: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
 
 
 def warn_of_split_buckets(model: ShardedModel, buckets: Iterable[Sequence[str]], here: frozenset[str]) -> None:
-    """Once for a model; ``here``: FQNs of its parameters in the graph that is being compiled."""
+    """Warn, once for a model, of buckets that graph breaks split; ``here``: FQNs of its parameters in this graph."""
     others = _graphs.setdefault(model, [])
     for bucket in buckets:
         part = [fqn for fqn in bucket if fqn in here]
@@ -216,7 +216,7 @@ def warn_of_split_buckets(model: ShardedModel, buckets: Iterable[Sequence[str]],
 
 
 def warn_of_whole_parameters(example_inputs: Sequence[Any], some_are: bool) -> None:
-    """Their gradients would differ between the ranks."""
+    """Warn of trained parameters that are not sharded: their gradients would differ between the ranks."""
     missed = [
         tuple(value.shape)
         for value in example_inputs

@@ -17,11 +17,11 @@ from simplefsdp.text.messages import unknown
 log = logging.getLogger("simplefsdp")
 
 Buckets = tuple[tuple[str, ...], ...]
-"""The FQNs of each bucket, in packing order; every parameter of a model is in one."""
+"""FQNs of each bucket, in packing order; every parameter of a model is in one bucket."""
 
 
 def block_of(fqn: str) -> str | None:
-    """The outermost numbered module that holds ``fqn``, or ``None``: ``layers.0`` for ``layers.0.wq.weight``."""
+    """Return the outermost numbered module that holds ``fqn``, or ``None``: ``layers.0`` for ``layers.0.wq.weight``."""
     parts = fqn.split(".")
     for i, part in enumerate(parts[:-1]):
         if part.isdecimal():
@@ -30,7 +30,7 @@ def block_of(fqn: str) -> str | None:
 
 
 def blocks(fqns: tuple[str, ...]) -> list[str]:
-    """Names of the repeated blocks that ``fqns`` belong to, in registration order."""
+    """Return the names of the repeated blocks that ``fqns`` belong to, in registration order."""
     return list(dict.fromkeys(block for fqn in fqns if (block := block_of(fqn)) is not None))
 
 
@@ -48,10 +48,10 @@ class GroupingRequest:
 
     name: str
     buckets: Callable[[tuple[str, ...]], Buckets]
-    """From all FQNs of a model, in registration order."""
+    """Returns the buckets for all FQNs of a model, in registration order."""
     prefetch: int = 1
-    """Buckets. A gather is issued before the wait for the one that is used this many before it; a reduction is awaited
-    before the one that is issued this many behind it."""
+    """Number of buckets ahead. A gather is issued before the wait for the gather that is used this many before it; a
+    reduction is awaited before the reduction that is issued this many behind it."""
 
 
 BLOCK = GroupingRequest("block", block_buckets)
@@ -117,7 +117,7 @@ class _Manual:
 
 
 def _matched(pattern: str, fqn: str) -> str | None:
-    """The module that holds ``fqn``, or ``fqn`` itself, if ``pattern`` names it."""
+    """Return the module that holds ``fqn``, or ``fqn`` itself, if ``pattern`` names it."""
     wanted, parts = pattern.split("."), fqn.split(".")
     if len(wanted) <= len(parts) and all(map(fnmatchcase, parts, wanted)):
         return ".".join(parts[: len(wanted)])
@@ -137,7 +137,7 @@ def resolve_plan(
     parameters: Iterable[tuple[str, tuple[int, ...]]],
     kept: Iterable[str],
 ) -> BucketPlan:
-    """The plan that carries out a request for these buckets, in graphs that use the parameters so."""
+    """Return the plan that carries out a request for these buckets, in graphs with these uses."""
     return BucketPlan(
         forward=_gathers(buckets, uses.forward, prefetch),
         backward=_gathers(buckets, uses.backward, prefetch),
@@ -171,7 +171,7 @@ def _reductions(buckets: Buckets, uses: GraphUses, prefetch: int) -> tuple[Bucke
 
 
 def _members(buckets: Buckets, uses: Sequence[str]) -> list[tuple[str, ...]]:
-    """The used members of each bucket, in packing order; buckets by their first use."""
+    """Return the used members of each bucket, in packing order; buckets by their first use."""
     bucket_of = {fqn: bucket for bucket in buckets for fqn in bucket}
     used = set(uses)
     ordered = dict.fromkeys(bucket_of[fqn] for fqn in uses)

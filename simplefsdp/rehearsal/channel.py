@@ -30,11 +30,11 @@ _TYPES = [
     torch.int8,
     torch.uint8,
 ]
-"""Which ``channel.cpp`` can multiply, in its order."""
+"""Dtypes that ``channel.cpp`` can multiply, in its order."""
 
 
 class Move(NamedTuple):
-    """``out[i] = factor * source`` for each of the equal parts of ``out``, as many as ``source`` fits into it."""
+    """A move of data: ``out[i] = factor * source`` for each part of ``out`` that has the size of ``source``."""
 
     out: Tensor
     source: Tensor
@@ -50,22 +50,22 @@ class Move(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of ``time.perf_counter()``."""
+    """Times of a collective, in seconds of ``time.perf_counter()``."""
 
     issued: float
     started: float
     finished: float
     moved: float
-    """When the data was there; ``finished`` is the model's."""
+    """When the data had moved; ``finished`` is the time of the model."""
 
 
 class Job(Protocol):
     """A collective on its channel."""
 
     waited: float | None
-    """When somebody first waited for it."""
+    """When a wait for the collective first began."""
     blocked: float
-    """Seconds that this took."""
+    """Seconds that the wait took."""
 
     def wait(self) -> None:
         """Let what follows, on this thread (CPU) or stream (CUDA), wait for the collective."""

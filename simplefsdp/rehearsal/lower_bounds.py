@@ -17,7 +17,7 @@ REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 
 class Event(NamedTuple):
-    """A collective of a schedule, in seconds of compute since its part began."""
+    """A collective of a schedule; times in seconds of compute since the phase began."""
 
     kind: str
     group: str
@@ -97,7 +97,7 @@ def lower_bound_s(parts: Sequence[Phase], network: Network) -> float:
 
 
 def _half(part: Phase, network: Network) -> CostGraph:
-    """The steps between the points where gathers are needed and reductions could be issued."""
+    """Return the steps between the points where gathers are needed and reductions could be issued."""
     compute, events = part
     gathers = sorted((e for e in events if e.kind == "all_gather"), key=lambda e: e.waited)
     reductions = sorted((e for e in events if e.kind in REDUCTIONS), key=lambda e: e.issued)

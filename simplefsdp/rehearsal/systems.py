@@ -20,15 +20,15 @@ class Parallelism(NamedTuple):
     """Settings that are the same for all systems."""
 
     mesh: DeviceMesh
-    """1-D: fully sharded; 2-D: hybrid, replicated over the first dimension."""
+    """The mesh of data parallelism. 1-D: fully sharded; 2-D: hybrid, replicated over the first dimension."""
     mp_policy: MixedPrecisionPolicy
     reshard_after_forward: bool
     profile: HardwareProfile | None = None
-    """For plans that are searched for, and to predict what others take."""
+    """Profile for plans that are searched for, and for predictions of other plans."""
 
 
 class System(NamedTuple):
-    """``wrap(model, parallelism)`` shards in place and returns what to call in its stead."""
+    """A system of data parallelism: ``wrap(model, parallelism)`` shards in place and returns what to call instead."""
 
     wrap: Callable[[nn.Module, Parallelism], Callable[[Tensor], Any]]
     compiled: bool
@@ -36,7 +36,7 @@ class System(NamedTuple):
     sharded: bool = True
     """Whether parameters become shards; if so, ``wrap`` is called while they are on the meta device."""
     own_streams: bool = False
-    """Whether, on CUDA, it is streams of its own that wait for collectives: the record does not show compute then."""
+    """Whether, on CUDA, streams of the system's own wait for collectives: the record then does not show compute."""
 
 
 def simplefsdp_system(
@@ -45,8 +45,12 @@ def simplefsdp_system(
     budget: int | None = None,
     reshard: Reshard | None = None,
 ) -> System:
-    """This library with a plan, with a memory budget where that is searched for, and ``reshard`` instead of what all
-    systems are given."""
+    """Return this library as a system, with a plan.
+
+    Args:
+        budget: memory budget in bytes, for plans that are searched for.
+        reshard: ``reshard_after_forward``, in place of the setting that all systems share.
+    """
 
     def wrap(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
         mesh, mp_policy, reshards, profile = parallelism
@@ -61,7 +65,7 @@ def simplefsdp_system(
 
 
 def _fsdp2(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
-    """FSDP2 with a group for each repeated block, one for what precedes them and one for what follows."""
+    """Shard by FSDP2, with a group for each repeated block, one for what precedes them and one for what follows."""
     mesh, mp_policy, reshard, _ = parallelism
     settings: Any = {"mesh": mesh, "mp_policy": mp_policy, "reshard_after_forward": reshard}
     fqns = tuple(fqn for fqn, _ in model.named_parameters())
@@ -76,14 +80,14 @@ def _fsdp2(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any
 
 
 def _fsdp2_compile(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
-    """The same with each repeated block compiled, once for all of them, as FSDP2's own users do."""
+    """Shard by FSDP2 and compile each repeated block, once for all of them, as FSDP2's own users do."""
     for block in blocks(tuple(fqn for fqn, _ in model.named_parameters())):
         model.get_submodule(block).compile()
     return _fsdp2(model, parallelism)
 
 
 def _ddp(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
-    """DistributedDataParallel over all ranks, under autocast for mixed precision."""
+    """Replicate by DistributedDataParallel over all ranks, under autocast for mixed precision."""
     wrapped = DistributedDataParallel(model)
     dtype = parallelism.mp_policy.param_dtype
     if dtype is None:
@@ -97,7 +101,7 @@ def _ddp(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
 
 
 def _single(model: nn.Module, _parallelism: Parallelism) -> Callable[[Tensor], Any]:
-    """No data parallelism: what compute alone costs."""
+    """Use no data parallelism: the cost of compute alone."""
     return torch.compile(model)
 
 
@@ -112,11 +116,14 @@ SYSTEMS: Mapping[str, System] = {
     "ddp": System(_ddp, compiled=False, sharded=False, own_streams=True),
     "single": System(_single, compiled=True, sharded=False),
 }
-"""By name. ``auto-kept``: the planner also decides which weights stay unsharded until backward.
-``inductor``: our frontend, no buckets, nothing moved by us: what the installed torch makes of it."""
+"""Systems by name.
+
+``auto-kept``: the planner also decides which weights stay unsharded until backward. ``inductor``: this library's
+frontend without buckets or order: what the installed torch makes of it.
+"""
 
 
 def cross_entropy(output: Any, targets: Tensor) -> Tensor:
-    """Mean loss in nats of logits (batch, seq, vocabulary), or of an object that has ``logits``, as HuggingFace's."""
+    """Return the mean loss in nats of logits (batch, seq, vocabulary), or of an object with ``logits``."""
     logits = getattr(output, "logits", output)
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

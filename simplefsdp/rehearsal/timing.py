@@ -31,7 +31,7 @@ class RecordedStep(NamedTuple):
     seconds: float
     loss: float
     parts: tuple[Phase, ...]
-    """Forward, backward (of each micro-batch), the rest."""
+    """Phases: forward and backward of each micro-batch, and the rest."""
     collectives: list[Collective]
 
 
@@ -43,7 +43,7 @@ class TimingResult:
     step_s: float
     """Median of ``steps_s``."""
     steps_s: tuple[float, ...]
-    """All, in the order of the rounds."""
+    """Seconds of all steps, in the order of the rounds."""
     tokens_per_s: float
     """Tokens per second of this device."""
     mfu: float | None
@@ -58,16 +58,18 @@ class TimingResult:
     """Seconds of compute in a step whose communication costs nothing."""
     l1_s: float | None
     l2_s: float | None
-    """None where the record does not show what is compute (``System.own_streams``, on CUDA)."""
+    """Seconds of the step by the schedule without losses; ``None`` where the record does not show compute
+    (``System.own_streams``, on CUDA)."""
     first_step_s: float
     late_s: float
     """How much later than modelled data moved, at worst: large if this machine was too busy for the rehearsal."""
 
 
 class TrainingRun:
-    """A model, sharded as the system does it, with its optimizer (AdamW, fused) and its loss.
+    """A model, sharded by a system, with its optimizer (AdamW, fused) and its loss.
 
-    ``ends_late``: that gradients are to be reduced is said between the last forward and its backward.
+    Args:
+        ends_late: switch gradient reduction on between the last forward and its backward.
     """
 
     def __init__(self, name: str, system: System, workload: Workload, world: World, *, ends_late: bool = False):
@@ -88,7 +90,7 @@ class TrainingRun:
         self.first_step_s = 0.0
 
     def step(self, network: Network | None) -> RecordedStep:
-        """One step on ``network``, from a device with nothing to do to one that is done."""
+        """Run one step on ``network``, from an idle device to an idle device, and return its record."""
         last = self.workload.micro_batches - 1
         batches = [self.workload.tokens((last + 1) * self._steps + i) for i in range(last + 1)]
         device = self.workload.device
@@ -128,7 +130,7 @@ class TrainingRun:
         }
 
     def peak_bytes(self) -> int:
-        """Most bytes alive at a time in a step, without what the compiler and the runtime hold."""
+        """Return the most bytes alive at any time in a step, without those of the compiler and the runtime."""
         if self.workload.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             self.step(None)
@@ -139,9 +141,12 @@ class TrainingRun:
 def measure(
     runs: Sequence[TrainingRun], network: Network, rounds: int, progress: Callable[[], Any]
 ) -> list[TimingResult]:
-    """Step all trials in turn, on ``network`` and on one that costs nothing; ``progress`` is called after each step.
+    """Step all runs in turn, on ``network`` and on one that costs nothing; return their results.
 
-    The first step of each must have been made, and its memory should be in use by now (two steps).
+    The first step of each run must have been made, and its memory should be in use by now (two steps).
+
+    Args:
+        progress: called after each step.
     """
     real: dict[str, list[RecordedStep]] = {run.name: [] for run in runs}
     free: dict[str, list[RecordedStep]] = {run.name: [] for run in runs}
@@ -211,7 +216,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def fresh_compile_cache() -> Iterator[None]:
-    """An empty compile cache, in memory and on disk, whose files stay until the process ends."""
+    """Use an empty compile cache, in memory and on disk, whose files stay until the process ends."""
     folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     atexit.register(folder.cleanup)
     with fresh_cache(dir=folder.name, delete=False):
@@ -219,7 +224,7 @@ def fresh_compile_cache() -> Iterator[None]:
 
 
 def profiled_peak_bytes(step: Callable[[], Any]) -> int:
-    """Most bytes on CPU that ``step`` holds at a time beyond what lived before it, from the allocator's own events."""
+    """Return the most bytes on CPU that ``step`` holds beyond those alive before, from the allocator's own events."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes lines of its own to stderr
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
@@ -235,7 +240,7 @@ def profiled_peak_bytes(step: Callable[[], Any]) -> int:
 
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Dense bf16, from NVIDIA's data sheets, by a part of the device's name."""
+"""Dense bf16 FLOP/s from NVIDIA's data sheets, by a part of the device's name."""
 
 
 def mfu(model: nn.Module, workload: Workload, tokens_per_s: float) -> float | None:
@@ -320,7 +325,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def start_clock(device: torch.device) -> None:
-    """Before the first ``mark`` of a step, from a device with nothing to do."""
+    """Start the clock of a step on an idle device, before its first ``mark``."""
     finish(device)
     if device.type == "cuda":
         from simplefsdp.rehearsal.cuda import restart_clock  # needs triton
@@ -329,7 +334,7 @@ def start_clock(device: torch.device) -> None:
 
 
 def mark(device: torch.device) -> Callable[[], float]:
-    """When the device comes to this point, as ``time.perf_counter()``; to be asked when it has."""
+    """Return a function that tells when the device came to this point (``time.perf_counter()``), once it has."""
     if device.type == "cpu":
         now = time.perf_counter()
         return lambda: now
