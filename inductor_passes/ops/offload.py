@@ -16,13 +16,13 @@ from inductor_passes.ops.pack import LIBRARY
 
 
 def to_device(shard: Tensor, device: str) -> Tensor:
-    """A copy on another device (its type; the current one of these). The host does not wait if ``shard`` is pinned."""
+    """Return a copy on the current device of a type. The host does not wait if ``shard`` is pinned."""
     return torch.empty_like(shard, device=device).copy_(shard, non_blocking=True)
 
 
 def to_host(gradient: Tensor, pinned: bool) -> Tensor:
-    """A copy on CPU, contiguous. The host waits for it: whoever has it may read it at once, an optimizer's hook or a
-    gradient that it is added to."""
+    """Return a contiguous copy on CPU. The host waits for it: an optimizer's hook may read the copy at once, or another
+    gradient be added to it."""
     return torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=pinned).copy_(gradient)
 
 

@@ -20,14 +20,14 @@ from inductor_passes.torch_compat.library import as_dtypes
 LIBRARY = torch.library.Library("simplefsdp", "DEF")
 """Library of the operators that this project puts into graphs."""
 _ALIGNMENT = 16
-"""Bytes: of members of different dtypes, so that a vectorised copy may be used."""
+"""Alignment in bytes of members with different dtypes, so that a vectorised copy may be used."""
 
 
 def pack_shards(shards: Sequence[Tensor], numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> Tensor:
     """Return the buffer that this rank sends: each shard, cast to its dtype and zero-padded to its number of elements.
 
-    Of the members' dtype, (sum of numels,), if they have the same; else of bytes, (sum of sizes, each rounded up to
-    16,).
+    The buffer has the members' dtype and shape (sum of numels,) if they have one dtype; else it holds bytes, (sum of
+    sizes, each rounded up to 16,).
     """
     dtypes = as_dtypes(dtypes)
     uniform = len({*dtypes, *(shard.dtype for shard in shards)}) == 1
@@ -87,7 +87,7 @@ def pack_gradients(gradients: Sequence[Tensor], ranks: int, dtype: torch.dtype) 
 
 
 def _has_a_kernel(buffer: Tensor, gradients: Sequence[Tensor]) -> bool:
-    """Whether ``torch._chunk_cat`` has one for them; it pads and casts by others first where it has not."""
+    """Return whether ``torch._chunk_cat`` has one kernel for these gradients; else it pads and casts first."""
     casts = {(gradient.dtype, buffer.dtype) for gradient in gradients}
     same = casts == {(buffer.dtype, buffer.dtype)} or casts == {(torch.bfloat16, torch.float32)}
     return buffer.is_cuda and same and all(gradient.numel() for gradient in gradients)
@@ -98,7 +98,7 @@ def _of_buffer(dtypes: Sequence[torch.dtype]) -> torch.dtype:
 
 
 def _sizes(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
-    """Elements of the buffer that each member takes."""
+    """Return the elements of the buffer that each member takes."""
     if len(set(dtypes)) == 1:
         return list(numels)
     sizes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]

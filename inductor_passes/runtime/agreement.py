@@ -56,7 +56,7 @@ DEADLINE_S = 1800.0
 _PATIENCE_S = 60.0
 """Seconds between warnings that a rank is waited for."""
 _SHUTDOWN_GRACE_S = 10.0
-"""Seconds in which the others shall see that this rank gives up."""
+"""Seconds in which the other ranks can see that this rank gives up."""
 
 Ranks = tuple[int, ...]
 """The ranks of a process group, in its order."""
@@ -68,14 +68,14 @@ class _World:
 
     me: str = field(default_factory=lambda: secrets.token_hex(8))
     agreed: dict[str, Record] = field(default_factory=dict)
-    """The records that were compared, by their text."""
+    """Records that were compared, by their text."""
     rendezvous_of: dict[Ranks, Any] = field(default_factory=dict)
-    """By group: its part of the store."""
+    """The rendezvous of each group: a part of the store."""
     known_failures: set[str] = field(default_factory=set)
 
 
 _worlds: weakref.WeakKeyDictionary[Any, _World] = weakref.WeakKeyDictionary()
-"""By store, for as long as torch keeps that."""
+"""States by store, for as long as torch keeps the store."""
 
 
 def _world() -> _World:
@@ -83,14 +83,14 @@ def _world() -> _World:
 
 
 graph_observers: list[Callable[[Record], None]] = []
-"""Called whenever a graph with a record begins to run."""
+"""Functions that are called with the record of a graph whenever such a graph begins to run."""
 
 
 def agree(_any: Tensor, text: str) -> Tensor:
-    """Compare a record with the other ranks' if it is new; an empty tensor.
+    """Compare a record with those of the other ranks if it is new; return an empty tensor.
 
     Raises:
-        RuntimeError: a rank of one of the record's groups has another one, or does not come before the deadline.
+        RuntimeError: a rank of one of the record's groups has another record, or does not come before the deadline.
     """
     agreed = _world().agreed
     if (record := agreed.get(text)) is None:
@@ -116,8 +116,11 @@ has_side_effect(AGREE)
 
 
 def add_record(graph: Graph, record: Record, report: Report | None = None) -> bool:
-    """Let ``graph`` begin with the comparison of what ``record`` says of it, which keeps ``report``; whether it has
-    collectives of parameters, without which there is nothing to compare."""
+    """Let ``graph`` begin with the operator that compares ``record`` and that keeps ``report``.
+
+    Returns:
+        Whether the graph has collectives of parameters; without them there is nothing to compare.
+    """
     if not any(one.fqns for one in record.issued):
         return False
     kept = replace(record, report=report.packed()) if report is not None else record
@@ -131,7 +134,7 @@ def add_record(graph: Graph, record: Record, report: Report | None = None) -> bo
 
 
 def compare(lines: Mapping[str, Sequence[str]], deadline_s: float | None = None) -> None:
-    """Meet the ranks of each process group (by name) at the store; see [Note: meeting at the store]."""
+    """Meet the ranks of each process group (by name) at the store; see [Note: rendezvous at the store]."""
     groups: dict[Ranks, list[str]] = {}
     for name, content in lines.items():
         ranks = tuple(group_ranks(name))
@@ -144,7 +147,10 @@ def compare(lines: Mapping[str, Sequence[str]], deadline_s: float | None = None)
 
 
 def forget_failures() -> None:
-    """Where a process goes on after such an error (a test, a notebook): on all ranks, when all have had theirs."""
+    """Forget failed comparisons, so that the process can go on (a test, a notebook).
+
+    To be called on all ranks, once all of them have raised.
+    """
     world = _world()
     for ranks, rendezvous in world.rendezvous_of.items():
         world.known_failures.update(_get(rendezvous, f"failed/{rank}") for rank in ranks)
@@ -155,12 +161,12 @@ def _part(store: Any, name: str) -> Any:
 
 
 def _get(store: Any, key: str) -> str:
-    """The value of ``key``, empty if it has none."""
+    """Return the value of ``key``; empty if it has none."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
 def _first_missing(store: Any, keys: Sequence[str]) -> int:
-    """The position of the first key without a value; how many there are, if all have one."""
+    """Return the position of the first key without a value; the number of keys if all have one."""
     if store.check(keys):
         return len(keys)
     return bisect_left(range(len(keys)), True, key=lambda i: not store.check(keys[: i + 1]))
@@ -171,7 +177,7 @@ def _keys(what: str, ranks: Ranks) -> list[str]:
 
 
 class _Meeting:
-    """One rank's part in it."""
+    """One rank's part in the comparison of a record."""
 
     def __init__(self, records: Mapping[Ranks, str], me: int, world: _World, store: Any, deadline_s: float):
         self.records = records
@@ -218,7 +224,7 @@ class _Meeting:
             pause = min(2 * pause, longest)
 
     def _enter(self, ranks: Ranks) -> bool:
-        """Whether all ranks have agreed on the group's room."""
+        """Return whether all ranks have agreed on the group's rendezvous."""
         if ranks in self.world.rendezvous_of:
             return True
         namespace = self.namespaces[ranks]
@@ -233,7 +239,7 @@ class _Meeting:
         return True
 
     def _all_have(self, ranks: Ranks, what: str) -> bool:
-        """Whether all ranks of the group have announced it; this one does."""
+        """Return whether all ranks of the group have announced ``what``; this rank announces it."""
         if not self._enter(ranks):
             return False
         rendezvous, digest = self.world.rendezvous_of[ranks], self.digests[ranks]
@@ -243,7 +249,7 @@ class _Meeting:
         return bool(rendezvous.add(f"{digest}/{what}", 0) == len(ranks))
 
     def _announces_first(self, ranks: Ranks, what: str) -> bool:
-        """Whether it has not been announced in this meeting; the others then know what this rank waits with."""
+        """Return whether ``what`` is still to be announced; others then know what this rank waits with."""
         if (ranks, what) in self.announced:
             return False
         self.announced.add((ranks, what))
@@ -254,7 +260,7 @@ class _Meeting:
         return True
 
     def _missing(self, ranks: Ranks, what: str) -> int:
-        """A rank that has not announced it."""
+        """Return a rank that has not announced ``what``."""
         if ranks not in self.world.rendezvous_of:
             i = _first_missing(self.namespaces[ranks], _keys("here", ranks))
         elif (
@@ -276,7 +282,7 @@ class _Meeting:
             raise _Disagreement(_difference(self.records[ranks], _get(rendezvous, theirs), self.me, rank))
 
     def _give_up(self, reason: str) -> None:
-        """Say so in all rooms, and stay for a while: others may not have come yet, and the store may be in here."""
+        """Announce the failure at each rendezvous, and stay a while: others may come late, the store may live here."""
         leave = time.monotonic() + _SHUTDOWN_GRACE_S
         unheard = [*self.records]
         while unheard:
@@ -286,7 +292,7 @@ class _Meeting:
             time.sleep(0.01)
 
     def _all_have_failed(self, ranks: Ranks, reason: str) -> bool:
-        """Whether all others of the group have given up too; this one does."""
+        """Return whether all other ranks of the group have given up too; this rank announces its failure."""
         if not self._enter(ranks):
             return False
         rendezvous, known = self.world.rendezvous_of[ranks], self.world.known_failures

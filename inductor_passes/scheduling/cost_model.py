@@ -77,7 +77,7 @@ class NodeCosts(NamedTuple):
     stored: dict[Node, int]
     """Bytes that a node puts into memory."""
     runs: dict[Node, Node]
-    """The last node of the region that a node is in: where it runs."""
+    """For each node of a region, the region's last node: there the region runs."""
 
 
 def node_costs(graph: Graph, profile: DeviceProfile) -> NodeCosts:
@@ -111,7 +111,7 @@ def node_costs(graph: Graph, profile: DeviceProfile) -> NodeCosts:
 
 
 def _regions(graph: Graph) -> dict[Node, Node]:
-    """The first node of the region that each node that Inductor would fuse belongs to."""
+    """Return, for each node that Inductor would fuse, the first node of its region."""
     depth: dict[Node, int] = {}  # matmuls, the model's own collectives and the like on the way here
     for node in graph.nodes:
         inside = [depth[source] for source in node.all_input_nodes]
@@ -139,7 +139,7 @@ def _regions(graph: Graph) -> dict[Node, Node]:
 
 
 def _seconds(node: Node, profile: DeviceProfile) -> float:
-    """Seconds of a node that is a kernel of its own."""
+    """Return the seconds of a node that is a kernel of its own."""
     moved = _nbytes(node) + sum(_read(node, source) for source in _sources(node))
     flops, kind = _flops(node)
     seconds = profile.memory_s(moved)
@@ -149,7 +149,7 @@ def _seconds(node: Node, profile: DeviceProfile) -> float:
 
 
 def _flops(node: Node) -> tuple[float, str]:
-    """Operations of a matmul, a convolution or attention, and which of the profile's curves they are on."""
+    """Return the operations of a matmul, a convolution or attention, and the name of the profile's curve for them."""
     name = node.target._overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
     if name.startswith("_scaled_dot_product"):
         shapes = [_shape(tensor) for arg in node.args if isinstance(arg, Node) for tensor in _tensors(arg)]
@@ -176,7 +176,7 @@ def _computes(node: Node) -> bool:
 
 
 def _own_collective(node: Node) -> str:
-    """The kind of collective that ``node`` is, if it is the model's own; else an empty string."""
+    """Return the kind of collective that ``node`` is, if it is the model's own; else an empty string."""
     packet = getattr(node.target, "_overloadpacket", None) if _communicates(node) and FQNS not in node.meta else None
     return _OWN.get(packet.__name__, "") if packet else ""
 
@@ -191,7 +191,7 @@ _OWN = {
 
 
 def _is_view(node: Node) -> bool:
-    """Whether its value is part of an input's memory."""
+    """Return whether a node's value is part of an input's memory."""
     if node.target in (operator.getitem, WAIT):
         return True
     returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
@@ -220,25 +220,25 @@ _FUSED = (
     torch.ops.prims.convert_element_type,
     torch.ops.prims.iota,
 )
-"""Fused as well, without torch's tags saying so."""
+"""Operators that Inductor fuses although torch's tags do not say so."""
 _PICKS = (_aten.embedding, _aten.index, _aten.gather)
-"""They read no more of their first input than they give."""
+"""Operators that read no more of their first input than they return."""
 
 
 def _sources(node: Node) -> list[Node]:
-    """Where the memory that a node reads is from: its inputs, without views."""
+    """Return the nodes whose memory a node reads: its inputs, without views."""
     return list(dict.fromkeys(map(storage_of, node.all_input_nodes)))
 
 
 def storage_of(node: Node) -> Node:
-    """The node whose memory ``node`` is a view of; itself, if it is none."""
+    """Return the node whose memory ``node`` is a view of; ``node`` itself, if it is no view."""
     while _is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def _users(node: Node) -> Iterator[Node]:
-    """Who reads a node's memory, also through views."""
+    """Yield the nodes that read a node's memory, also through views."""
     for user in node.users:
         if _is_view(user):
             yield from _users(user)
@@ -247,7 +247,7 @@ def _users(node: Node) -> Iterator[Node]:
 
 
 def _read(node: Node, source: Node) -> int:
-    """Bytes of ``source`` that ``node`` reads."""
+    """Return the bytes of ``source`` that ``node`` reads."""
     inputs = node.all_input_nodes
     if getattr(node.target, "_overloadpacket", None) in _PICKS and storage_of(inputs[0]) is source:
         return min(_nbytes(node), _nbytes(source))
@@ -259,7 +259,7 @@ def _tensors(node: Node) -> list[Tensor]:
 
 
 def _shape(value: Any) -> Any:
-    """Shape of a tensor with hints in place of symbolic sizes, as computing with symbols would set guards."""
+    """Return the shape of a tensor with hints in place of symbolic sizes: computing with symbols would set guards."""
     return tuple(map(size_hint, value.shape)) if isinstance(value, Tensor) else value
 
 
@@ -268,12 +268,12 @@ def _nbytes(node: Node) -> int:
 
 
 EquivalentGroups = Mapping[tuple[int, ...], Sequence[Sequence[int]]]
-"""By the ranks of a process group, those of all groups of its mesh dimension."""
+"""For the ranks of a process group, the ranks of all groups of its mesh dimension."""
 _NONE: EquivalentGroups = MappingProxyType({})
 
 _LARGE = 1 << 30
 _COPIED = 16 << 20
-"""Bytes of a bucket, about: how fast memory is depends on the size."""
+"""Bytes of a typical bucket: the speed of memory depends on the size of a copy."""
 
 
 def cost_graph_of(
@@ -361,7 +361,11 @@ class _Kinds(NamedTuple):
         return self._kind(kind, reduction.options[-1], 1, then, repr(reduction.reduction_kind()))
 
     def _kind(self, kind: str, group: str, parts: int, then: CollectiveKind | None, name: str) -> CollectiveKind:
-        """``parts``: of how many parts of a tensor the collective has one."""
+        """Return the kind of a collective over a process group.
+
+        Args:
+            parts: the collective has one of so many parts of a tensor.
+        """
         profile, ranks = self.profile, group_ranks(group)
         alpha, seconds = (
             max(profile.collective_s(kind, others, nbytes) for others in self.equivalent.get(tuple(ranks), [ranks]))

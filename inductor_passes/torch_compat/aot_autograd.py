@@ -20,7 +20,7 @@ PartitionedGraphs = tuple[GraphModule, GraphModule]
 
 
 def parameter_inputs(graph: Graph) -> dict[int, Node]:
-    """Placeholder of the local shard of each DTensor input, by position among the inputs that Dynamo passed."""
+    """Return the placeholder of each DTensor input's local shard, by position among the inputs that Dynamo passed."""
     found = {}
     for node in graph.find_nodes(op="placeholder"):
         match node.meta.get("desc"):
@@ -30,7 +30,7 @@ def parameter_inputs(graph: Graph) -> dict[int, Node]:
 
 
 def parameter_gradients(graph: Graph) -> dict[int, Node]:
-    """Node returned as the local gradient of each DTensor input, by position; empty for forward graphs."""
+    """Return the node of each DTensor input's local gradient, by position; none for forward graphs."""
     found = {}
     for node, desc in zip(_outputs(graph), graph.output_node().meta.get("desc", ()), strict=False):
         match desc:
@@ -45,12 +45,12 @@ def _outputs(graph: Graph) -> list[Any]:
 
 
 def is_backward(graph: Graph) -> bool:
-    """Whether a graph takes gradients of outputs (a backward or joint graph)."""
+    """Return whether a graph takes gradients of outputs (a backward or joint graph)."""
     return any(_is_tangent(node.meta.get("desc")) for node in graph.find_nodes(op="placeholder"))
 
 
 def is_higher_order_body(graph: Graph) -> bool:
-    """Whether a graph is the body of a higher-order operator (a branch of ``torch.cond``) in the one at hand."""
+    """Return whether a graph is the body of a higher-order operator (a branch of ``torch.cond``) in another graph."""
     return not any("desc" in node.meta for node in graph.find_nodes(op="placeholder"))
 
 
@@ -61,8 +61,11 @@ def _is_tangent(desc: object) -> bool:
 
 
 def opaque_objects_weigh_nothing() -> AbstractContextManager[None]:
-    """For a partitioner that weighs all inputs (under ``torch._functorch.config.activation_memory_budget``), and from
-    2.13 on refuses to weigh the mesh of a DTensor."""
+    """Let partitioners count the mesh of a DTensor as no bytes.
+
+    Partitioners weigh all inputs under ``torch._functorch.config.activation_memory_budget``, and refuse to weigh a mesh
+    from torch 2.13 on.
+    """
     name = "unsafe_treat_script_objects_as_zero_size"
     if not hasattr(functorch_config, name):
         return nullcontext()
@@ -94,7 +97,7 @@ def opaque_objects_last(forward: GraphModule, backward: GraphModule, num_fwd_out
 
 
 def _saved_kind(node: Node) -> int:
-    """0: tensor, 1: opaque object, 2: symbolic size."""
+    """Return 0 for a tensor, 1 for an opaque object, 2 for a symbolic size."""
     match node.meta["val"]:
         case torch.Tensor():
             return 0

@@ -10,29 +10,31 @@ from torch.utils._python_dispatch import _disable_current_modes as without_dispa
 
 
 def keep_gradient_dtype(ctx: Any) -> None:
-    """Let an autograd function with one output get its gradient in the dtype that it has, where FSDP2 does; before 2.15
-    it is always cast to that of the output."""
+    """Let an autograd function with one output get its gradient in the gradient's own dtype, where FSDP2 does.
+
+    Before torch 2.15 the gradient is always cast to the dtype of the output.
+    """
     if hasattr(ctx, "set_output_grad_dtype"):
         ctx.set_output_grad_dtype(None)
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward on this thread."""
+    """Return whether autograd runs a backward on this thread."""
     return current_backward() != -1
 
 
 def current_backward() -> int:
-    """Which backward autograd runs on this thread; -1: none."""
+    """Return the number of the backward that autograd runs on this thread; -1: none."""
     return torch._C._current_graph_task_id()
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call it at the end of the backward that runs."""
+    """Call ``callback`` at the end of the backward that runs."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def saved_tensors_hooks() -> tuple[Any, Any] | None:
-    """The ``torch.autograd.graph.saved_tensors_hooks`` that are in force: how to pack, and how to unpack."""
+    """Return the ``torch.autograd.graph.saved_tensors_hooks`` in force: the pack and the unpack hook."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -46,5 +48,5 @@ def pop_saved_tensors_hooks() -> None:
 
 
 def dispatch_modes() -> int:
-    """How many ``TorchDispatchMode`` are in force."""
+    """Return how many ``TorchDispatchMode`` are in force."""
     return torch._C._len_torch_dispatch_stack()

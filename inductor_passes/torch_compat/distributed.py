@@ -11,17 +11,17 @@ OUT_FORMS_REACH_PYTHON_GROUPS = VERSION >= (2, 15)
 
 
 def default_store() -> Any:
-    """The store that all ranks were initialised with."""
+    """Return the store that all ranks were initialised with."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
 def group_ranks(name: str) -> list[int]:
-    """Global ranks of the process group that functional collectives call ``name``."""
+    """Return the global ranks of the process group that functional collectives call ``name``."""
     return torch.distributed.get_process_group_ranks(_group(name))
 
 
 def is_single_process_group(name: str) -> bool:
-    """Whether there is only this process, as one rank of many, in the process group called ``name``."""
+    """Return whether this process alone plays one rank of many in the process group called ``name``."""
     return torch.distributed.get_backend(_group(name)) in ("fake", "rehearsal")
 
 

@@ -17,7 +17,7 @@ REDUCES_IN_OWN_DTYPE = VERSION >= (2, 15)
 
 
 def dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> DTensor:
-    """``DTensor.from_local(local, mesh, placements, shape=shape)``, contiguous, detached, in a tenth of the time."""
+    """Return ``DTensor.from_local(local, mesh, placements, shape=shape)``, detached, in a tenth of the time."""
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)
@@ -29,18 +29,21 @@ def local_tensor(value: Any) -> Any:
 
 
 def concatenate_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """The mesh with the dimensions of both, which are parts of one.
+    """Return the mesh with the dimensions of two meshes that are parts of one.
 
     Raises:
-        RuntimeError: they are not.
+        RuntimeError: they are not parts of one mesh.
     """
     return DeviceMesh._concatenate([outer, inner])
 
 
 def to_local(param: DTensor) -> Tensor:
-    """``param.to_local()``, whose gradient is moved to the mesh's device wherever it is, and before torch 2.12 has no
-    gradient itself, is zeros where there is none, and has strides that differ between ranks where shards are uneven,
-    for which autograd then gathers on some of them."""
+    """Return ``param.to_local()``, without its effects on gradients.
+
+    Torch moves the gradient of ``to_local`` to the mesh's device. Before torch 2.12 the gradient has no gradient
+    itself, is zeros where there is none, and has strides that differ between ranks with uneven shards, for which
+    autograd then gathers on some of them.
+    """
     return cast(Tensor, _Local.apply(param))
 
 

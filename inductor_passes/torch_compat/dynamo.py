@@ -9,7 +9,7 @@ from torch._guards import CompileContext
 
 
 def inside_torch_compile() -> bool:
-    """Whether the caller is being traced, or runs between the graphs of a compiled function."""
+    """Return whether the caller is being traced, or runs between the graphs of a compiled function."""
     return torch.compiler.is_compiling() or callable(get_eval_frame_callback())
 
 
@@ -19,5 +19,5 @@ def trace_artifact(name: str, json: Callable[[], str]) -> None:
 
 
 def compile_id() -> str:
-    """Dynamo's id of the graph that is being compiled, ``frame_attempt``, as in torch's own logs."""
+    """Return Dynamo's id of the graph that is being compiled, ``frame_attempt``, as in torch's own logs."""
     return str(CompileContext.current_compile_id()).replace("/", "_")

@@ -14,7 +14,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomParti
 from torch._inductor.custom_graph_pass import get_hash_for_files as get_hash_for_files
 
 CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
-"""Before 2.12 a pass on kernels is any callable, and not in the key of the compile cache."""
+"""The base class of passes on kernels. Before torch 2.12 such a pass is any callable, and not in the cache's key."""
 NO_OTHER_REORDERING: dict[str, Any] = {
     "combo_kernels": False,
     "reorder_for_peak_memory": False,
@@ -35,7 +35,7 @@ def load_cpp(source: str) -> ctypes.CDLL:
 
 
 def running_code() -> str:
-    """The Python code that TorchInductor generated for the graph that calls; empty if none did, or it is in C++."""
+    """Return the Python code that TorchInductor generated for the graph that calls; empty if there is none."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         if str(frame.f_globals.get("__name__")).startswith("torch._inductor.runtime.compile_tasks."):
@@ -46,12 +46,12 @@ def running_code() -> str:
 
 @functools.cache
 def inductor_options() -> frozenset[str]:
-    """Names that ``torch.compile(options=...)`` accepts for Inductor."""
+    """Return the names that ``torch.compile(options=...)`` accepts for Inductor."""
     return frozenset(inductor_config.get_config_copy())
 
 
 def inductor_ir() -> Any:
-    """The module of TorchInductor's IR nodes."""
+    """Return the module of TorchInductor's IR nodes."""
     from torch._inductor import ir  # seconds to import, so not before it is needed
 
     return ir
@@ -65,7 +65,7 @@ def register_lowering(op: Any, lowering: Callable[..., Any]) -> None:
 
 
 def is_ordering_only(dep: Any) -> bool:
-    """Whether a kernel's dependency carries no data: Inductor's mark for "after that", of whatever reason."""
+    """Return whether a kernel's dependency carries no data: Inductor's mark for "after that", for whatever reason."""
     from torch._inductor.dependencies import WeakDep  # seconds to import, so not before it is needed
 
     return isinstance(dep, WeakDep) and dep.is_fake

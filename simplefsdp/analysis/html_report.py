@@ -41,7 +41,7 @@ class _Picture(NamedTuple):
     tracks: tuple[str, ...]
     bars: tuple[_Bar, ...]
     memory: tuple[tuple[float, int], ...]
-    """Milliseconds and bytes."""
+    """Bytes in use over time: pairs of milliseconds and bytes."""
 
     @property
     def unit(self) -> tuple[str, int]:

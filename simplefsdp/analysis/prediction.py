@@ -77,7 +77,7 @@ class StepCosts(NamedTuple):
         return self.forward, self.backward
 
     def to_json(self) -> str:
-        """For ``from_json``; infinity is ``null``."""
+        """Return the costs as JSON, for ``from_json``; infinity is ``null``."""
         kinds: dict[CollectiveKind, int] = {}
 
         def of_kind(member: Gather | Reduction) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def step_costs(
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds and bytes of one step, of what is in its forward and backward graph and of their parameters."""
+    """Predicted seconds and bytes of one step: of its forward and backward graph and of their parameters."""
 
     plan: str
     """``BucketPlan.hash``."""
@@ -136,11 +136,11 @@ class Prediction:
     forward_s: float
     backward_s: float
     outside_s: float
-    """Guards and the optimizer, but not what else there is between the graphs: a loss of its own, a data loader."""
+    """Seconds of guards and the optimizer, without other work between the graphs: a loss of its own, a data loader."""
     exposed_s: float
     """Seconds of both graphs in which compute waits for communication."""
     bound_s: float
-    """Both graphs take no less than this under any plan."""
+    """Seconds that both graphs take at least, under any plan."""
     peak_bytes: int
     resident_bytes: int
     """Bytes of the peak that are shards and the optimizer's state."""
@@ -151,7 +151,7 @@ class Prediction:
 
     @property
     def gap(self) -> float:
-        """How much longer both graphs take than the bound, as a part of it."""
+        """How much longer both graphs take than the bound, as a part of the bound."""
         return (self.forward_s + self.backward_s) / self.bound_s - 1 if self.bound_s else 0.0
 
     def to_json(self) -> str:
@@ -166,13 +166,13 @@ class Prediction:
 
 
 def schedules(plan: BucketPlan, cost_graphs: Sequence[CostGraph]) -> tuple[Schedule, Schedule]:
-    """``plan`` on a forward and a backward graph."""
+    """Return the schedules of ``plan`` on a forward and a backward graph."""
     forward, backward = cost_graphs
     return schedule_of(forward, plan.forward, ()), schedule_of(backward, plan.backward, plan.reductions)
 
 
 def timelines(plan: BucketPlan, cost_graphs: Sequence[CostGraph]) -> tuple[Timeline, Timeline]:
-    """``plan`` on a forward and a backward graph, replayed."""
+    """Return the timelines of ``plan`` on a forward and a backward graph."""
     (forward, backward), (first, second) = cost_graphs, schedules(plan, cost_graphs)
     return replay(forward, first), replay(backward, second)
 

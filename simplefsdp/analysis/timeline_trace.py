@@ -14,7 +14,7 @@ from simplefsdp.analysis.measurement import GraphRun
 from simplefsdp.analysis.prediction import Prediction, StepCosts
 
 _COMPUTE = 0
-"""The first track; process groups have the following ones."""
+"""Number of the first track; process groups have the following ones."""
 
 
 def prediction_files(prediction: Prediction, costs: StepCosts, replayed: Sequence[Timeline]) -> dict[str, str]:
@@ -27,11 +27,11 @@ def prediction_files(prediction: Prediction, costs: StepCosts, replayed: Sequenc
 
 
 def timeline_trace(cost_graphs: Sequence[CostGraph], timelines: Sequence[Timeline], resident: int = 0) -> str:
-    """JSON of a forward and a backward graph, one after the other.
+    """Return the JSON of a forward and a backward graph, one after the other.
 
-    Compute is in the track ``compute``, with the time that it waits for each collective as ``exposed``; collectives are
-    in that of their process group, with FQNs, bytes, and when they were issued and awaited. ``memory`` counts
-    ``resident`` bytes and what the graphs need.
+    The track ``compute`` has compute and, as ``exposed``, the time that compute waits for each collective. Collectives
+    are in the tracks of their process groups, with FQNs, bytes, and when they were issued and awaited. ``memory``
+    counts ``resident`` bytes and what the graphs need.
     """
     channels = list(dict.fromkeys(span.kind.channel for timeline in timelines for span in timeline.spans))
     tracks = ["compute", *(f"group {channel}" for channel in channels)]
@@ -52,8 +52,11 @@ def timeline_trace(cost_graphs: Sequence[CostGraph], timelines: Sequence[Timelin
 
 
 def add_measured_tracks(predicted: str, runs: Sequence[GraphRun]) -> str:
-    """JSON of ``trace`` with what happened beside it, from when the first graph began: collectives in tracks of their
-    process groups, and in the track ``waits`` what was waited for each, as ``exposed``."""
+    """Return the JSON of ``timeline_trace`` with a measurement beside it, from when the first graph began.
+
+    Collectives are in tracks of their process groups; the track ``waits`` has, as ``exposed``, the time that compute
+    waited for each collective.
+    """
     content = json.loads(predicted)
     events = [event for event in content["traceEvents"] if event["pid"] == 0]
     groups = list(dict.fromkeys(one.group for run in runs for one in run.collectives))
@@ -78,7 +81,7 @@ def add_measured_tracks(predicted: str, runs: Sequence[GraphRun]) -> str:
 _KINDS = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "reduce", "all_reduce": "all-reduce"}
 """The names that predictions have for these functional operators."""
 _MEASURED = {"pid": 1}
-"""In place of the process that predictions are in."""
+"""Fields that put events into a process of their own, beside the predicted one."""
 
 
 def _of_span(track: int, span: CollectiveSpan, begin: float) -> Iterator[dict[str, Any]]:

@@ -27,13 +27,13 @@ log = logging.getLogger("simplefsdp")
 _c10d = torch.ops._c10d_functional
 _REPEATS = 15
 _UNSTEADY = 0.15
-"""By how much calls may vary (``_Clock.spreads``) on a machine that does nothing else."""
+"""How much the times of calls may vary (``_Clock.spreads``) on a machine that does nothing else."""
 _COLD_BYTES = 64 << 20
-"""Operands are taken in turn from so many bytes: in a step they were last touched a while ago."""
+"""Operands are taken in turn from so many bytes, as operands of a step were last touched a while ago."""
 
 
 def calibrated_profile(device: torch.device, network: Network) -> HardwareProfile:
-    """The profile of ``device`` that this user's cache has, or else ``calibrate`` makes and keeps, with ``network``."""
+    """Return the cached profile of ``device``, or calibrate and cache one, with ``network`` in place of its network."""
     path = cache_path(device)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,10 +42,10 @@ def calibrated_profile(device: torch.device, network: Network) -> HardwareProfil
 
 
 def calibrate(device: torch.device, network: Network) -> HardwareProfile:
-    """The profile of ``device``, with as many threads as torch uses now; it takes about a minute.
+    """Measure ``device``, with as many threads as torch uses now, and return its profile; it takes about a minute.
 
-    The network is as given, its collectives are not measured. There must be no process group yet: what collectives and
-    parameters cost besides is measured in rehearsals, on CPU; a GPU computes meanwhile.
+    The network is as given; its collectives are not measured. There must be no process group yet: the host's costs of
+    collectives and parameters are measured in rehearsals, on CPU; a GPU computes meanwhile.
     """
     clock = _Clock(device)
     dtypes = [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float32]
@@ -79,7 +79,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class _Clock:
-    """Takes the time of calls on a device, and remembers how much it varied."""
+    """Measures the time of calls on a device, and how much it varies."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -87,7 +87,7 @@ class _Clock:
         """For each timed call, the part of the median by which the slowest quarter of its repeats took longer."""
 
     def seconds(self, call: Callable[[int], object]) -> float:
-        """Median of one ``call(i)``; ``i`` counts up."""
+        """Return the median seconds of one ``call(i)``; ``i`` counts up."""
         call(0)
         once = self._time(call, range(1))
         count = max(1, min(200, int(0.01 / max(once, 1e-9))))
@@ -110,7 +110,7 @@ class _Clock:
 
 
 def _several(shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> list[list[Tensor]]:
-    """Sets of operands, of ``_COLD_BYTES`` together."""
+    """Return sets of operands, ``_COLD_BYTES`` together."""
     nbytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
     count = max(1, min(64, _COLD_BYTES // nbytes))
     return [[torch.randn(shape, device=device, dtype=dtype) for shape in shapes] for _ in range(count)]
@@ -193,7 +193,7 @@ def _memory(clock: _Clock) -> Curve:
 
 
 def _rate(size: float, seconds: float, launch: float, calls: int = 1) -> tuple[float, float]:
-    """A point of a curve: of ``calls`` together of ``size``, whose launches are not counted."""
+    """Return a point of a curve: the rate of ``calls`` of together ``size``, without their launches."""
     return size / calls, size / max(seconds - launch, 0.1 * seconds)
 
 
@@ -211,7 +211,7 @@ def _gather(shard: Tensor) -> Tensor:
 
 
 def _collective_s_per_byte() -> float:
-    """By how much longer matmuls take while another core moves the data of a gather of 8 MiB, for each of its bytes."""
+    """Return how much longer matmuls take, for each byte that another core moves for a gather of 8 MiB."""
     shard, tokens, weight = torch.ones(1 << 18), torch.ones(256, 512), torch.ones(512, 512)
     whole = 8 * shard.nbytes
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from simplefsdp.hardware.profile import KINDS, Link, Network
 
 SIZES = tuple(1 << n for n in (12, 16, 18, 19, 20, 21, 22, 23))
-"""Bytes of the whole tensors that are fitted, on CPU; on a GPU, where more are under way, sixteen times as many."""
+"""Bytes of the whole tensors that are measured on CPU; on a GPU, where transfers are larger, sixteen times as many."""
 _LATE_S = 0.002
 
 
@@ -25,15 +25,15 @@ class GroupSweep(NamedTuple):
     sizes: tuple[int, ...]
     """Bytes of the whole tensors."""
     seconds: Mapping[str, tuple[float, ...]]
-    """By kind of collective, for each size: medians."""
+    """Median seconds for each size, by kind of collective."""
 
 
 class LinkFit(NamedTuple):
     alpha_s: float
     s_per_byte: float
-    """For each byte that a rank receives."""
+    """Seconds for each byte that a rank receives."""
     error: float
-    """The largest relative one, on the sizes it is fitted to."""
+    """The largest relative error on the sizes of the fit."""
 
 
 def _all_gather(whole: Tensor, group: dist.ProcessGroup) -> None:

@@ -62,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Raises ``ValueError`` where there is no report."""
+    """Print or draw the report that ``args`` name.
+
+    Raises:
+        ValueError: there is no report.
+    """
     found = read(args.report)
     others = read(args.against) if args.against else {}
     if others and len(others) != len(found):

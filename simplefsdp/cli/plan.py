@@ -159,7 +159,7 @@ def _heading(args: argparse.Namespace, profile: HardwareProfile, found: PlannedM
 def _table(
     swept: Mapping[str, Sequence[int]], asked: Sequence[argparse.Namespace], found: Sequence[PlannedModel]
 ) -> str:
-    """The planned steps in Markdown, a row each."""
+    """Return the planned steps in Markdown, a row each."""
     columns = [*swept, "step, ms", "tokens/s", "a rank", "MFU", "exposed, ms", "L1, ms", "peak, GiB", "collectives"]
     rows = []
     for job, planned in zip(asked, found, strict=True):

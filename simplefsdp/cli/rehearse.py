@@ -60,7 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Raises ``ValueError`` for what is wrong with the arguments, before anything is allocated."""
+    """Rehearse what ``args`` ask for, and print the results.
+
+    Raises:
+        ValueError: an argument is not valid, before anything is allocated.
+    """
     for name in ("ranks", "tp", "seq", "batch", "threads", "steps", "multiprocessors"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name}: expected a positive number, found {getattr(args, name)}")

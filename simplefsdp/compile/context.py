@@ -38,7 +38,7 @@ class CompilationContext:
     params: dict[int, GraphParameter]
     """The sharded parameters among the graph's inputs, by input position."""
     request: PlanRequest | None
-    """``None``: ``plan="none"``, no buckets and no order."""
+    """The request for a plan; ``None`` for ``plan="none"``: no buckets and no order."""
     buckets: Buckets
     """The buckets that the request asks for, or those of ``block``; they cover all parameters of the models."""
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
@@ -177,7 +177,7 @@ def _parameter_line(param: GraphParameter, info: ShardedParameter, value: Any) -
 
 
 def _stable(value: Any) -> str:
-    """``repr`` without addresses, so that every process gets the same."""
+    """Return the ``repr`` of a value without addresses, so that every process gets the same text."""
     uuid = getattr(value, "uuid", None)
     return f"{type(value).__qualname__} {uuid()}" if callable(uuid) else re.sub(r" at 0x\w+", "", repr(value))
 

@@ -115,9 +115,13 @@ def _check_search(options: Options) -> None:
 
 
 def profile_of(options: Options, device: torch.device | None) -> HardwareProfile | None:
-    """The one that is given, or where one is needed, what is measured here, or what is built in for this GPU.
+    """Return the profile that is given or, where a plan needs one, the cached or the built-in profile of this device.
 
-    ``device``: that of the sharded parameters, if there are any."""
+    On the CPUs of one node, under torchrun, the device is measured on first use (``measure_on_first_use``).
+
+    Args:
+        device: the device of the sharded parameters; ``None``: there are none.
+    """
     profile = options.profile
     if isinstance(profile, HardwareProfile):
         return profile

@@ -170,9 +170,9 @@ def _step_to_plan(job: PlanJob, costs: Sequence[CostGraph], *, state: Any, param
 
 
 def _repeated(traces: Sequence[Sequence[CostGraph]], blocks: int) -> Sequence[CostGraph] | None:
-    """The graphs of a model with so many blocks, from two traces of which the second has one block more.
+    """Return the graphs of a model with so many blocks, from two traces of which the second has one block more.
 
-    ``None``: the blocks are not alike.
+    ``None``: the blocks differ.
     """
     few, more = traces
     try:
@@ -183,7 +183,7 @@ def _repeated(traces: Sequence[Sequence[CostGraph]], blocks: int) -> Sequence[Co
 
 
 def _traced(model: nn.Module, job: PlanJob) -> Sequence[CostGraph]:
-    """The graphs of a step of ``model``, whose memory nobody writes or reads."""
+    """Return the graphs of a step of ``model``, whose memory nobody writes or reads."""
     model.to_empty(device="cpu")
     tokens = torch.zeros((job.batch, job.seq), dtype=torch.int64)
     torch.compiler.reset()

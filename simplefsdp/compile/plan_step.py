@@ -26,7 +26,7 @@ SEARCHED_PLANS = frozenset({"auto", "greedy"})
 """Names of plans that need a profile."""
 
 _OF_DEVICE = 92
-"""Percent of a device's memory that is planned with: the rest is for its context and for what is fragmented."""
+"""Percent of a device's memory that is planned with: the rest is for its context and for fragmentation."""
 PLANNED_PERCENT = 97
 """Percent of a memory budget that a peak is predicted to have at most: measured, it may be a little higher."""
 
@@ -101,10 +101,11 @@ def plan_step(request: PlanRequest, step: StepToPlan, profile: HardwareProfile |
 
 
 def search_plan(request: SearchRequest, step: StepToPlan) -> BucketPlan:
-    """Return the plan that the planner ``wanted.name`` finds.
+    """Return the plan that the planner ``request.name`` finds.
 
     Raises:
-        ValueError: the memory budget cannot be met; says what is the least. A device that is too small is a warning.
+        ValueError: the memory budget cannot be met; says how many bytes are the least. A device that is too small is a
+            warning.
     """
     graphs, resident = step.cost_graphs, step.state.resident_bytes
     position = {fqn: i for i, (fqn, _) in enumerate(step.parameters)}
@@ -166,7 +167,7 @@ def choose_unsharded_parameters(
 
 
 def with_reshard_decided(params: Mapping[int, GraphParameter], kept: Collection[str]) -> dict[int, GraphParameter]:
-    """``params`` where those that were left to the planner are resharded, unless they are ``kept``."""
+    """Return ``params`` with the planner's decision: parameters left to it are resharded, unless they are ``kept``."""
     return {
         i: replace(param, reshard=param.fqn not in kept) if param.reshard is None else param
         for i, param in params.items()
@@ -174,17 +175,17 @@ def with_reshard_decided(params: Mapping[int, GraphParameter], kept: Collection[
 
 
 def fits_memory(request: SearchRequest, graphs: Sequence[CostGraph], resident: int) -> bool:
-    """Whether there is a plan for these graphs within the budget or the device."""
+    """Return whether there is a plan for these graphs within the budget or the device."""
     return max(least_memory_schedule(graph).timeline.peak for graph in graphs) <= memory_limit(request, resident)
 
 
 def device_memory_bytes(device: torch.device) -> int | None:
-    """A GPU's memory; ``None``: what a process may use of this device is not known."""
+    """Return the bytes of a GPU's memory; ``None`` for other devices, whose memory a process shares."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def memory_limit(request: object, resident: int) -> float:
-    """Bytes that are predicted at most, beside ``resident``."""
+    """Return how many bytes the graphs may be predicted to need, beside ``resident``."""
     if not isinstance(request, SearchRequest):
         return math.inf
     if request.budget is not None:

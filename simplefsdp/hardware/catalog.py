@@ -42,7 +42,7 @@ benchmark/sdpa_benchmark_training). Memory: addition of 2^28 elements (NVIDIA/cc
 
 class Device(NamedTuple):
     source: str
-    """Where the numbers are from."""
+    """Source of the numbers."""
     matmul: Mapping[str, Curve]
     attention: Mapping[str, Curve]
     memory_bytes_per_s: float
@@ -54,9 +54,9 @@ def _matmul(rates: Mapping[int, float]) -> Curve:
 
 
 def _attention(heads: int, rates: Mapping[int, tuple[float, float]]) -> Curve:
-    """Forward and backward TFLOP/s by sequence length, of ``heads`` in all of 128, half of the operations counted.
+    """Return the curve of attention, from forward and backward TFLOP/s by sequence length.
 
-    Backward has five matmuls where forward has two.
+    Half of the operations are counted, over all ``heads`` of 128. Backward has five matmuls where forward has two.
     """
     return tuple(
         (4.0 * heads * 128 * seq**2, 2e12 * 3.5 / (1 / forward + 2.5 / backward))
@@ -111,7 +111,7 @@ DEVICES: Mapping[str, Device] = {
 
 
 def is_built_in(name: str) -> bool:
-    """Whether ``name`` is meant as ``"device/network"``, and not as a path."""
+    """Return whether ``name`` means ``"device/network"`` and not a path."""
     return name.count("/") == 1 and not name.endswith(".json") and not name.startswith((".", "/", "~"))
 
 
@@ -132,7 +132,7 @@ def smallest_network(ranks: int) -> str | None:
 
 
 def built_in(name: str) -> HardwareProfile:
-    """``"h200/h100-8-nodes"``: a GPU of ``DEVICES`` on a network of ``simplefsdp.hardware.NETWORKS``.
+    """Return a built-in profile by name, such as ``"h200/h100-8-nodes"``: a GPU of ``DEVICES`` on one of ``NETWORKS``.
 
     Raises:
         ValueError: there is no such device or network; with the nearest name.

@@ -35,7 +35,7 @@ _ROUNDS = {"all_reduce": 2}
 
 @dataclass(frozen=True)
 class Link:
-    """One level of a network, for one kind of collective."""
+    """Speed of one level of a network, for one kind of collective."""
 
     bandwidth_bytes_per_s: float
     """Bytes per second that one rank receives while it sends as much."""
@@ -47,7 +47,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Network:
-    """Ranks on nodes, in order: ranks 0 to ``ranks_per_node - 1`` on the first, and so on.
+    """A network of ranks on nodes: ranks 0 to ``ranks_per_node - 1`` are on the first node, and so on.
 
     Raises:
         ValueError: a number that is not positive (``step_s`` may be 0), or a kind of collective that is missing.
@@ -59,9 +59,9 @@ class Network:
     ranks_per_node: int
     nodes: int
     inside: Mapping[str, Link]
-    """By kind of collective, see ``KINDS``: between ranks of one node."""
+    """Links between ranks of one node, by kind of collective (``KINDS``)."""
     between: Mapping[str, Link]
-    """Between nodes, per rank: its own network card, or its share of the node's."""
+    """Links between nodes, for each rank: its own network card, or its share of the node's card."""
 
     def __post_init__(self) -> None:
         for name in ("ranks_per_node", "nodes"):
@@ -112,7 +112,7 @@ class Network:
 
 
 def flat(name: str, ranks: int, *, alpha_s: float, bandwidth_bytes_per_s: float, source: str = "as given") -> Network:
-    """A network on which all ranks are alike and alpha does not grow."""
+    """Return a network on which all ranks are equal and alpha does not grow."""
     links = _each(Link(bandwidth_bytes_per_s, alpha_s))
     return Network(name, source, ranks_per_node=1, nodes=ranks, inside=links, between=links)
 
@@ -127,10 +127,10 @@ def _positive(what: str, value: Any) -> None:
 
 
 def network(name: str) -> Network:
-    """A built-in network (see ``NETWORKS``), or one from a JSON file that ``save`` wrote.
+    """Return a built-in network (see ``NETWORKS``), or the network in a JSON file that ``save`` wrote.
 
     Raises:
-        ValueError: neither, with the nearest names; or a field of the file that is not right.
+        ValueError: there is no such network, with the nearest names; or a field of the file is not valid.
     """
     if name in NETWORKS:
         return NETWORKS[name]
@@ -140,7 +140,7 @@ def network(name: str) -> Network:
 
 
 def save(thing: "Network | HardwareProfile", path: str | Path) -> None:
-    """Who reads ``path`` meanwhile finds what was there, or all of it."""
+    """Write a network or profile as JSON. A reader of ``path`` meanwhile finds the old file, or all of the new one."""
     path = Path(path)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     unfinished.write_text(json.dumps(asdict(thing), indent=2) + "\n")
@@ -148,7 +148,11 @@ def save(thing: "Network | HardwareProfile", path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Network:
-    """Raises ``ValueError`` with the path and the field that is missing, unknown or wrong."""
+    """Return the network in a JSON file that ``save`` wrote.
+
+    Raises:
+        ValueError: a field is missing, unknown or wrong; names the path and the field.
+    """
     return read_json(path, "network", _network)
 
 
@@ -158,7 +162,7 @@ def _network(found: Any, where: str = "network") -> Network:
 
 
 def _nccl(name: str, nodes: int, source: str, inside: float, reducing: float, between: float, step: float) -> Network:
-    """Nodes of 8 GPUs under NCCL: bandwidths in GB/s, ``step`` between nodes in microseconds."""
+    """Return a network of nodes with 8 GPUs under NCCL: bandwidths in GB/s, ``step`` between nodes in microseconds."""
     ring = Link(inside * 1e9, 8.4e-6, 3.4e-6)
     return Network(
         name,
@@ -206,11 +210,12 @@ NETWORKS: Mapping[str, Network] = {
         ),
     )
 }
-"""Built in; ``h100-*`` also stand for H200 nodes, whose NVLink is the same. ``source`` says where numbers are from."""
+"""Built-in networks by name. ``h100-*`` also describe H200 nodes, whose NVLink is the same."""
 
 
 Curve = tuple[tuple[float, float], ...]
-"""``(size, rate)`` by size; between them the rate changes with the logarithm of the size, beyond them not at all."""
+"""Points ``(size, rate)`` by size. Between points the rate changes with the logarithm of the size; beyond them it is
+constant."""
 
 
 @dataclass(frozen=True)
@@ -263,9 +268,9 @@ class HardwareProfile:
             raise ValueError(f"profile {self.name}: contention: expected a part, less than 1, found {self.contention}")
 
     def compute_s(self, kind: str, dtype: torch.dtype, flops: float) -> float:
-        """Seconds of one ``"matmul"`` or ``"attention"`` of so many operations, without its launch.
+        """Return the seconds of one ``"matmul"`` or ``"attention"`` with so many operations, without its launch.
 
-        A dtype that the profile has not counts as float32, and if that is missing as the first it has.
+        A dtype without a curve counts as float32, or as the first dtype with a curve if float32 has none.
         """
         curves = getattr(self, kind)
         name = str(dtype).removeprefix("torch.")
@@ -273,7 +278,7 @@ class HardwareProfile:
         return flops / _rate(curve, flops)
 
     def memory_s(self, nbytes: float) -> float:
-        """Seconds of a kernel that reads and writes so many bytes, without its launch."""
+        """Return the seconds of a kernel that reads and writes so many bytes, without its launch."""
         return nbytes / _rate(self.memory, nbytes)
 
     def collective_s(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:

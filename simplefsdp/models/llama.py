@@ -83,7 +83,7 @@ class Rope(nn.Module):
 
 
 def rope_frequencies(config: LlamaConfig) -> Tensor:
-    """Radians per position of each pair, shape (head_dim / 2,)."""
+    """Return the radians per position of each pair, shape (head_dim / 2,)."""
     frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
     if not config.rope_scaling:
         return frequencies
@@ -148,7 +148,7 @@ class Llama(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def reset_parameters(self) -> None:
-        """Normal weights, std 0.02; smaller where a residual branch ends, by the square root of their number."""
+        """Draw normal weights, std 0.02; smaller where a residual branch ends, by the square root of their number."""
         for name, param in self.named_parameters():
             if param.ndim > 1:
                 ends_branch = name.endswith(("wo.weight", "w2.weight"))
@@ -158,7 +158,7 @@ class Llama(nn.Module):
         self.rope.reset_parameters()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (batch, seq, vocab) for ``tokens`` (batch, seq); with ``targets`` the mean loss in nats instead."""
+        """Return logits (batch, seq, vocab) of ``tokens`` (batch, seq); with ``targets`` the mean loss in nats."""
         x = self.tok_embeddings(tokens)
         for layer in self.layers:
             x = self._call_checkpointed(layer, x)
@@ -239,5 +239,5 @@ def _save_matmuls():
 
 
 def build(name: str, **changes) -> Llama:
-    """The Llama of ``CONFIGS[name]`` with fields of its configuration changed."""
+    """Return the Llama of ``CONFIGS[name]`` with some fields of its configuration changed."""
     return Llama(replace(CONFIGS[name], **changes))

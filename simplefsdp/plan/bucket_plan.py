@@ -74,10 +74,10 @@ class BucketPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> "BucketPlan":
-        """Read what ``save`` wrote, edited or not.
+        """Return the plan in a file that ``save`` wrote, edited or not.
 
         Raises:
-            ValueError: it is no JSON, of another version, or a field is missing or wrong; names the field.
+            ValueError: the file is no JSON, of another version, or a field is missing or wrong; names the field.
         """
         return cls.from_json(Path(path).read_text(), str(path))
 
@@ -124,12 +124,12 @@ class BucketPlan:
         return "\n".join(lines)
 
     def check_fits(self, parameters: Mapping[str, tuple[int, ...]], kept: Iterable[str], used: Collection[str]) -> None:
-        """Raise ``ValueError`` that lists every parameter of a model that is not as the plan has it.
+        """Raise ``ValueError`` that lists every parameter whose shape or resharding differs between plan and model.
 
         Args:
             parameters: FQN and shape of all parameters of the model.
-            kept: those that stay unsharded from forward to backward, of
-            used: those that the graph at hand uses.
+            kept: FQNs of the parameters that stay unsharded from forward to backward.
+            used: FQNs of the parameters that the graph at hand uses.
         """
         planned = dict(self.parameters)
         problems = [f"{fqn}: not in the plan" for fqn in parameters if fqn not in planned]

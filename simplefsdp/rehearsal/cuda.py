@@ -83,7 +83,7 @@ def _carry(move: Move) -> None:
 
 @functools.cache
 def _copy_seconds_per_byte(device: torch.device) -> float:
-    """Measured: how long the copies of this file take, per byte written."""
+    """Measure how long the copies of this file take, in seconds per byte written."""
     out, source = (torch.empty(n, dtype=torch.bfloat16, device=device) for n in (2**27, 2**24))
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2):
@@ -149,7 +149,7 @@ def restart_clock() -> None:
 
 
 def clock(event: torch.cuda.Event) -> float:
-    """When ``event`` happened, as ``time.perf_counter()``: to a microsecond if ``restart_clock`` was seconds ago.
+    """Return when ``event`` happened (``time.perf_counter()``), to a microsecond if ``restart_clock`` was recent.
 
     CUDA tells the time between two events in single precision.
     """

@@ -205,7 +205,7 @@ class Work(dist._Work):
 
 
 class RehearsalGroup(ProcessGroup):
-    """The collectives of ``torch.distributed`` as moves on a channel."""
+    """A process group whose collectives are moves on a channel."""
 
     def __init__(self, world: World, rank: int, ranks: Sequence[int], name: str):
         super().__init__(rank, len(ranks))
@@ -321,13 +321,13 @@ class RehearsalGroup(ProcessGroup):
     # From one rank to others
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Work:
-        """A clone has what this rank has: nothing moves, but it takes its time."""
+        """Broadcast: a clone has what this rank has, so nothing moves, but the collective takes its time."""
         if options.rootRank != self._rank and tensors[0].dtype == torch.int64:
             _refuse_objects_from_elsewhere(options.rootRank)
         return self._issue("broadcast", sum(tensor.nbytes for tensor in tensors), [], tensors)
 
     def scatter(self, outputs: Sequence[Tensor], sources: Sequence[Sequence[Tensor]], _options: Any) -> Work:
-        """Zeros, if it is another rank that has the tensors."""
+        """Scatter: zeros, if another rank has the tensors."""
         self._one_for_each_rank("scatter", *sources)
         own = [tensors[self._rank] for tensors in sources] or [torch.zeros_like(output) for output in outputs]
         for output, source in zip(outputs, own, strict=True):
@@ -366,7 +366,11 @@ class RehearsalGroup(ProcessGroup):
     def _issue(
         self, kind: str, nbytes: int, moves: Sequence[Move], outputs: Sequence[Tensor] = (), parts: int = 1
     ) -> Work:
-        """``parts``: how often each source fits into its output."""
+        """Issue a collective and return its work.
+
+        Args:
+            parts: how often each source fits into its output.
+        """
         outputs = outputs or [move.out for move in moves]
         for out, source, _ in moves:
             self._same(kind, out.numel(), parts * source.numel())
@@ -401,7 +405,7 @@ def _check_contiguous(kind: str, *tensors: Tensor) -> None:
 
 
 def _default_device() -> torch.device:
-    """For a barrier: where the work is."""
+    """Return the device of a barrier: where the work is."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -418,7 +422,7 @@ def _factor(op: ReduceOp, ranks: int, dtype: torch.dtype) -> float:
 
 
 def _create(options: Any, world: Any) -> RehearsalGroup:
-    """For ``init_process_group`` (whose ``pg_options`` says which network) and ``new_group``."""
+    """Create a process group for ``init_process_group`` (whose ``pg_options`` is the world) and ``new_group``."""
     global _world
     if options.group_id == "0" or world is not None or _world is None:
         if not isinstance(world, World):

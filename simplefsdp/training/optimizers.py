@@ -75,7 +75,7 @@ def _step(self: torch.optim.Optimizer, closure: Any = None) -> None:
 
 
 def _shard(param: Tensor) -> Tensor:
-    """The same memory, with this rank's part of the gradient."""
+    """Return this rank's shard as a plain tensor of the same memory, with its part of the gradient."""
     if not isinstance(param, DTensor):
         return param
     shard = param._local_tensor.detach()
@@ -84,7 +84,7 @@ def _shard(param: Tensor) -> Tensor:
 
 
 def _of(param: Tensor, local: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """The state of a shard as that of the parameter."""
+    """Return the optimizer's state of a shard as that of the parameter."""
     if not isinstance(param, DTensor):
         return local
     found = {}
