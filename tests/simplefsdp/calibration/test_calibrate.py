@@ -65,10 +65,10 @@ def test_bad_input_is_named(arguments: str, message: str, monkeypatch: pytest.Mo
         cli.main()
 
 
-def _as_torchrun_would(rank: int, cache: str, port: str) -> None:
+def _as_torchrun_would(rank: int, cache_folder: str, port: str) -> None:
     """Compile with ``plan="auto"``. What that starts is real, but for what the device itself is measured at."""
     torch.set_num_threads(1)
-    os.environ |= {"XDG_CACHE_HOME": cache, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"XDG_CACHE_HOME": cache_folder, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
     dist.init_process_group("gloo")
     logged: list[Any] = []
@@ -80,7 +80,7 @@ def _as_torchrun_would(rank: int, cache: str, port: str) -> None:
     run = subprocess.run
 
     def run_with_a_device_made_up(arguments: list[str], **kwargs: Any) -> Any:
-        Path(cache, f"run by {rank}").touch()
+        Path(cache_folder, f"run by {rank}").touch()
         return run([__name__ if word == "simplefsdp" else word for word in arguments], **kwargs)
 
     model = simple_fsdp(tiny_llama())
