@@ -9,7 +9,7 @@
     grad_1 - [cast] - [pad] - reduce_scatter - wait -> ... ==> grad_1 -+- pack - reduce_scatter - wait - +- view -> ...
 
 All-reduces, also those that follow a reduce-scatter, are merged in the same way. Packing order is the bucket's own:
-rank r's part of the buffer holds member 0's rows of rank r, then member 1's, as in FSDP2; ``copies.py`` has the
+rank r's part of the buffer holds member 0's rows of rank r, then member 1's, as in FSDP2; ``ops/pack.py`` has the
 operators. A bucket is carried out by one collective for all members that are alike: of one process group and, for
 reductions, one dtype, operator and all-reduce that follows. A member that the graph does not gather (or reduce) is left
 out, and a collective that stays alone is not touched.

@@ -63,6 +63,22 @@ def test_every_module_of_the_installed_wheel_imports_without_the_source_tree(whe
     assert installed == here
 
 
+@pytest.mark.slow
+@pytest.mark.skipif("+cpu" not in torch.__version__, reason="a CUDA build of torch would be installed once more")
+def test_the_wheel_and_its_requirements_are_all_that_a_clean_environment_needs(wheel, tmp_path):
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    python = environment / "bin" / "python"
+    torch_release = torch.__version__.partition("+")[0]
+    install = [python, "-m", "pip", "install", "--quiet", f"torch=={torch_release}", wheel]
+    subprocess.run(install, check=True, capture_output=True)
+    command = [python, "-c", _IMPORT_ALL, str(environment)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    done = subprocess.run([environment / "bin" / "simplefsdp", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("simplefsdp ")
+
+
 def test_the_wheel_holds_the_data_files_and_the_entry_points(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()

@@ -1,10 +1,10 @@
 """Which neighbours share a bucket: ways to cut the gathers and reductions of a graph.
 
-``cut_gathers`` goes once over the gathers in the order of their use and keeps, for each prefix, the pairs (when the
-channel is free, how late compute is) that no other pair beats in both; the best pair of the whole says where to cut.
-For gathers alone, issued as soon as the channel is free, that is exact, but for the limits that keep it fast.
-``cut_reductions`` is the same with time reversed: the gradient that a reduction waits for is then what a gather holds
-up.
+``gather_boundaries`` goes once over the gathers in the order of their use and keeps, for each prefix, the pairs (when
+the channel is free, how late compute is) that no other pair beats in both; the best pair of the whole says where to
+cut. For gathers alone, issued as soon as the channel is free, that is exact, but for the limits that keep it fast.
+``reduction_boundaries`` is the same with time reversed: the gradient that a reduction waits for is then what a gather
+holds up.
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,7 +2,7 @@
 
 Weights are kept in the order in which backward needs them. Those that it needs first are held for the shortest time,
 and there is nothing yet under which their gather could hide. How many are kept is searched, with a schedule for each
-choice (``planner.py``): the fewest bytes that are about as fast as the fastest choice under the budget.
+choice (``search.py``): the fewest bytes that are about as fast as the fastest choice under the budget.
 """
 
 import math

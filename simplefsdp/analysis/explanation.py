@@ -30,7 +30,7 @@ _OF_BATCH = ("seconds", "live_bytes_in_step", "live_bytes_at_slot")
 
 @dataclass(frozen=True)
 class MeasuredBucket:
-    """A bucket as it was measured; names as in ``Explained``."""
+    """A bucket as it was measured; the fields are those of ``BucketExplanation``."""
 
     issued_s: float
     started_s: float

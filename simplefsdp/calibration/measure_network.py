@@ -122,7 +122,7 @@ def measure_network(
         fits["inside"] = fit(_of_rank(ranks_per_node - 1, sweep(group, device, repeats)))
     if ranks > ranks_per_node:
         fits["between"] = fit(_of_rank(ranks - 1, sweep(world, device, repeats)))
-    # Between nodes, rings of all ranks of a node are side by side (``simplefsdp.hardware``).
+    # Between nodes, rings of all ranks of a node are side by side (``hardware/profile.py``).
     inside, between = fits.get("inside", {}), fits.get("between", {})
     links = {
         level: _links(found, share)

@@ -13,7 +13,7 @@ from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.keep_unsharded import keep_unsharded
 from inductor_passes.scheduling.repeat_blocks import BlocksDifferError, repeat_blocks
 from simplefsdp.analysis.explanation import Explanation, explain
-from simplefsdp.analysis.prediction import StepCosts, step_state
+from simplefsdp.analysis.prediction import StepCosts, StepState, step_state
 from simplefsdp.analysis.timeline_trace import prediction_files
 from simplefsdp.api import simple_fsdp
 from simplefsdp.compile.backend import trace_cost_graphs
@@ -147,7 +147,14 @@ def plan_model(job: PlanJob, on_stage: Callable[[str], object] = lambda _: None)
     return PlannedModel(planned, tokens_per_s, flops * tokens_per_s / ranks / peak if flops and peak else None)
 
 
-def _step_to_plan(job: PlanJob, costs: Sequence[CostGraph], *, state: Any, parameters: Any) -> StepToPlan:
+def _step_to_plan(
+    job: PlanJob,
+    costs: Sequence[CostGraph],
+    *,
+    state: StepState,
+    parameters: tuple[tuple[str, tuple[int, ...]], ...],
+) -> StepToPlan:
+    """Return the step of ``job`` with the weights kept unsharded that it asks for, as ``plan_step`` takes it."""
     fqns = tuple(fqn for fqn, _ in parameters)
     unsharded: Collection[str] = fqns if job.keep_unsharded == "all" else ()
     if job.keep_unsharded == "auto":

@@ -1,6 +1,6 @@
 """Bucket plans: which parameters share a collective, and when it is issued and awaited. Pure data over FQNs.
 
-A ``BucketPlan`` is exact, hashed, and saved as JSON; ``wrap.py`` makes one of what a user asks for.
+A ``BucketPlan`` is exact, hashed, and saved as JSON; ``grouping.py`` makes one of what a user asks for.
 """
 
 import hashlib

@@ -41,7 +41,7 @@ class Collective(NamedTuple):
     """A recorded collective; times in seconds of ``time.perf_counter()``."""
 
     kind: str
-    """One of ``simplefsdp.hardware.KINDS``."""
+    """One of ``simplefsdp.hardware.profile.KINDS``."""
     group: str
     ranks: tuple[int, ...]
     nbytes: int

@@ -87,7 +87,7 @@ def simulate(parts: Sequence[Phase], network: Network) -> tuple[float, float]:
 
 
 def lower_bound_s(parts: Sequence[Phase], network: Network) -> float:
-    """Seconds that no schedule of the same parts can beat, one after the other: their L1 (``timeline.bound``).
+    """Seconds that no schedule of the same parts can beat, one after the other: their L1 (``replay.lower_bound``).
 
     What needs a gather and makes a reduction is taken from the record: take that of a step in which every gather is
     awaited where it is needed and every reduction issued where it can be, unbucketed, for a bound that holds for all
