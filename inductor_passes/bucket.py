@@ -18,7 +18,7 @@ out, and a collective that stays alone is not touched.
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -29,23 +29,23 @@ from torch.utils._pytree import tree_leaves
 from inductor_passes.collectives import (
     ALL_REDUCE,
     BUCKET,
-    CASTS,
-    COPIES,
     FQNS,
-    PADS,
     REDUCE_SCATTER,
     WAIT,
     Collective,
+    before_cast_and_pad,
     erase_unused_chain,
     gathers,
     reductions,
     source_chain,
 )
 from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS, UNPACK_WEIGHTS
+from inductor_passes.rounding import ROUNDED_TO
 from inductor_passes.scheduling.issue_points import Bucket, PlanError
 from inductor_passes.torch_compat.fx import stable_topological_sort
 
 _aten = torch.ops.aten
+_CAST = torch.ops.prims.convert_element_type.default
 
 
 def assign(graph: Graph, gather_buckets: Sequence[Bucket], reduction_buckets: Sequence[Bucket]) -> None:
@@ -131,7 +131,7 @@ def _members(found: list[Collective], kind: Callable[[Collective], Any]) -> list
 
 def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
     first = min(member.node for member in members)
-    shards = [_before_cast_and_pad(member.input) for member in members]
+    shards = [before_cast_and_pad(member.input) for member in members]
     for shard in shards:
         for node in [*source_chain(shard), shard]:
             if node > first:
@@ -152,8 +152,9 @@ def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
     ranks = members[0].options[1] if members[0].node.target is REDUCE_SCATTER else 1
     dtype = _val(members[0].input).dtype
     with graph.inserting_before(last):
-        gradients = [_gradient(member.input, ranks) for member in members]
-        reduced = _call(PACK_GRADIENTS, gradients, ranks, dtype)
+        divisor, inputs = _divided([member.input for member in members])
+        gradients = [_as_others(member, _gradient(node, ranks)) for member, node in zip(members, inputs, strict=True)]
+        reduced = _call(PACK_GRADIENTS, gradients, ranks, dtype, *([] if divisor is None else [divisor]))
         step: Collective | None = members[0]
         while step:
             reduced = _collective(step.node, reduced, members, *step.options)
@@ -163,29 +164,24 @@ def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
         _replace(members, [_call(_aten.slice.Tensor, reduced, 0, start, start + n) for start, n in parts])
 
 
-def _before_cast_and_pad(node: Node) -> Node:
-    """Return the node that ``node`` copies, casts (once) or pads behind its last row."""
-    was_cast = False
-    while node.target in (*COPIES, *PADS, *CASTS):
-        if node.target in PADS and not _pads_rows_with_zeros(node):
-            break
-        if node.target in CASTS and was_cast:
-            break
-        was_cast |= node.target in CASTS
-        node = node.all_input_nodes[0]
-    return node
+def _divided(inputs: list[Node]) -> tuple[float | None, list[Node]]:
+    """Return the number that all of these nodes divide by, if they divide and by one number, and what they divide."""
+    divisors = {node.args[1] if node.target is _aten.div.Tensor else None for node in inputs}
+    (divisor,) = divisors if len(divisors) == 1 else (None,)
+    if not isinstance(divisor, int | float):
+        return None, inputs
+    return float(divisor), [node.all_input_nodes[0] for node in inputs]
 
 
-def _pads_rows_with_zeros(node: Node) -> bool:
-    """Return whether ``node`` pads zeros behind the last row (or column, see ``_gradient``), and cuts nothing off."""
-    amounts = list(cast(Sequence[int], node.args[1]))
-    value = node.args[2] if len(node.args) > 2 else 0
-    return bool(not any(amounts[:-1]) and amounts[-1] >= 0 and value == 0)
+def _as_others(member: Collective, gradient: Node) -> Node:
+    """Return a member's gradient, rounded to its weight's dtype: gradients of one dtype are packed by one kernel."""
+    rounded = member.node.meta.get(ROUNDED_TO)
+    return gradient if rounded is None else _call(_CAST, gradient, rounded)
 
 
 def _gradient(node: Node, ranks: int) -> Node:
     """Return the gradient that ``pack_gradients`` makes ``node`` from."""
-    source = _before_cast_and_pad(node)
+    source = before_cast_and_pad(node)
     if not _val(source).shape:
         return _view(source, [1])
     shape, padded = _val(source).shape, _val(node).shape

@@ -14,9 +14,9 @@ collectives. A collective without a mark belongs to the user and is never touche
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -167,6 +167,26 @@ def source_chain(gather: Node) -> list[Node]:
         assert _prepares_a_shard(node), f"{node.name}: expected a pad, cast or view of a shard before its all-gather"
         chain.insert(0, node)
     return chain
+
+
+def before_cast_and_pad(node: Node) -> Node:
+    """Return the node that ``node`` copies, casts (once) or pads behind its last row."""
+    was_cast = False
+    while node.target in (*COPIES, *PADS, *CASTS):
+        if node.target in PADS and not _pads_rows_with_zeros(node):
+            break
+        if node.target in CASTS and was_cast:
+            break
+        was_cast |= node.target in CASTS
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _pads_rows_with_zeros(node: Node) -> bool:
+    """Return whether ``node`` pads zeros behind the last row (or a gradient's last column), and cuts nothing off."""
+    amounts = list(cast(Sequence[int], node.args[1]))
+    value = node.args[2] if len(node.args) > 2 else 0
+    return bool(not any(amounts[:-1]) and amounts[-1] >= 0 and value == 0)
 
 
 def _prepares_a_shard(node: Node) -> bool:

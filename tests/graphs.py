@@ -41,7 +41,12 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, *inputs: Any, plan: Any = "none", partitioner: str = "min_cut", **options: Any
+    model: nn.Module,
+    *inputs: Any,
+    plan: Any = "none",
+    partitioner: str = "min_cut",
+    round_gradients: bool = True,
+    **options: Any,
 ) -> Captured:
     """Compile ``model(*inputs)`` up to its final graphs. ``joint`` is kept as traced, before any pass."""
     captured = Captured()
@@ -52,7 +57,7 @@ def capture(
 
         def tag_and_partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             captured.joint = copy(joint.graph)
-            passes.identify_and_tag(joint.graph)
+            passes.identify_and_tag(joint.graph, round_gradients=round_gradients)
             modules = passes.partition_and_plan(joint, joint_inputs, partitioner=PARTITIONERS[partitioner], **kwargs)
             for module in modules:
                 passes.bucket_and_order(module.graph, order=True)
@@ -61,7 +66,7 @@ def capture(
 
         def infer(graph: GraphModule, _inputs: Any) -> Any:
             captured.joint = copy(graph.graph)
-            passes.identify_and_tag(graph.graph)
+            passes.identify_and_tag(graph.graph, round_gradients=round_gradients)
             passes.bucket_and_order(graph.graph, order=True)
             captured.forward = graph.graph
             return make_boxed_func(graph.forward)

@@ -58,14 +58,21 @@ def unpack_weights(buffer: Tensor, ranks: int, numels: Sequence[int], dtypes: Se
     return [each.view(-1) for each in out]
 
 
-def pack_gradients(gradients: Sequence[Tensor], ranks: int, dtype: torch.dtype) -> Tensor:
+def pack_gradients(gradients: Sequence[Tensor], ranks: int, dtype: torch.dtype, divisor: float = 1.0) -> Tensor:
     """Return a reduction's input, (ranks * sum of ceil(rows / ranks) * size of a row,); row r is what rank r will own.
 
-    Each gradient is cut along dim 0, into as many rows for each rank, and padded with zeros behind the last.
+    Each gradient is cut along dim 0, into as many rows for each rank, and padded with zeros behind the last. All are
+    divided by ``divisor``.
     """
+    packed = _packed(gradients, ranks, dtype)
+    return packed if divisor == 1 else packed.div_(divisor)
+
+
+def _packed(gradients: Sequence[Tensor], ranks: int, dtype: torch.dtype) -> Tensor:
     chunks = [-(-gradient.shape[0] // ranks) * gradient.shape[1:].numel() for gradient in gradients]
     contiguous = all(gradient.is_contiguous() for gradient in gradients)
-    if contiguous and all(g.dtype is dtype and not g.shape[0] % ranks for g in gradients):
+    # On CUDA, torch.cat launches a kernel for each few gradients.
+    if contiguous and not gradients[0].is_cuda and all(g.dtype is dtype and not g.shape[0] % ranks for g in gradients):
         return torch.cat([g.view(ranks, g.numel() // ranks) for g in gradients], dim=1).view(-1)
     buffer = gradients[0].new_empty(ranks, sum(chunks), dtype=dtype)
     if contiguous and _has_a_kernel(buffer, gradients):
@@ -108,7 +115,7 @@ def _sizes(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
 _SCHEMAS = {
     pack_shards: "(Tensor[] shards, int[] numels, ScalarType[] dtypes) -> Tensor",
     unpack_weights: "(Tensor buffer, int ranks, int[] numels, ScalarType[] dtypes) -> Tensor[]",
-    pack_gradients: "(Tensor[] gradients, int ranks, ScalarType dtype) -> Tensor",
+    pack_gradients: "(Tensor[] gradients, int ranks, ScalarType dtype, float divisor=1.0) -> Tensor",
 }
 for _function, _schema in _SCHEMAS.items():
     # Inputs of any strides will do: Inductor may lay them out as it likes.

@@ -130,7 +130,7 @@ def _inductor(
 
 def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], passes: Passes) -> Callable[..., Any]:
     def tag_and_partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> PartitionedGraphs:
-        passes.identify_and_tag(joint.graph)
+        passes.identify_and_tag(joint.graph, round_gradients=True)
         return passes.partition_and_plan(joint, inputs, **kwargs)
 
     def lower_graph(module: GraphModule, _inputs: Any) -> Any:
@@ -139,7 +139,7 @@ def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], passes: Passes) -
         return make_boxed_func(module.forward)
 
     def lower_inference(graph: GraphModule, inputs: Any) -> Any:
-        passes.identify_and_tag(graph.graph)
+        passes.identify_and_tag(graph.graph, round_gradients=True)
         return lower_graph(graph, inputs)
 
     lower = aot_autograd(
@@ -172,7 +172,7 @@ class _ConfiguredPass:
 
 class _JointGraphPass(_ConfiguredPass, CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
-        self.passes.identify_and_tag(graph)
+        self.passes.identify_and_tag(graph, round_gradients=False)
 
 
 class _Partitioner(_ConfiguredPass, CustomPartitionerFn):

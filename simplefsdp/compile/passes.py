@@ -12,6 +12,7 @@ from inductor_passes.bucket import assign, bucket
 from inductor_passes.collectives import GraphParameter, identify, reductions
 from inductor_passes.order import order_graph
 from inductor_passes.partition import partition
+from inductor_passes.rounding import skip_rounding
 from inductor_passes.runtime.agreement import add_record
 from inductor_passes.runtime.graph_dump import DUMP_NAMES
 from inductor_passes.runtime.record import is_step, record_graph
@@ -44,10 +45,14 @@ class Passes:
     given: CompilationContext
     notes: CompilationLog = field(default_factory=CompilationLog)
 
-    def identify_and_tag(self, graph: Graph) -> None:
+    def identify_and_tag(self, graph: Graph, *, round_gradients: bool) -> None:
         """Name and merge the collectives of a joint or inference graph, and tag what backward computes again.
 
         An inference graph, which is not partitioned, is planned here.
+
+        Args:
+            graph: a joint or inference graph.
+            round_gradients: round gradients to their weights' dtype before they are reduced, as eager FSDP2 does.
         """
         if is_higher_order_body(graph):
             return
@@ -55,6 +60,8 @@ class Passes:
         before, after = DUMP_NAMES[kind]
         self._dump(before, graph)
         missed = identify(graph, self.given.params)
+        if not round_gradients:
+            skip_rounding(graph)
         tag(graph, self.given.params)
         self._dump(after, graph)
         if missed:

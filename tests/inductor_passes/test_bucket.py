@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from inductor_passes import bucket as bucket_pass
@@ -18,7 +19,9 @@ from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS
 from inductor_passes.runtime.graph_dump import render_graph
 from inductor_passes.runtime.record import record_graph, recorded_sequence
 from inductor_passes.scheduling.issue_points import Bucket, PlanError
-from tests.graphs import ALL_GATHER, REDUCE_SCATTER, WAIT, fqns, nodes
+from simplefsdp import simple_fsdp
+from tests.graphs import ALL_GATHER, REDUCE_SCATTER, WAIT, capture, fqns, nodes
+from tests.models import batch, tiny_llama
 
 RANKS = 3
 GATHER = ("gather", [1], torch.float32, "0", 0)
@@ -174,6 +177,18 @@ def test_buckets_of_one_leave_the_graph_as_it_is():
     before = render_graph(graph)
     merge(graph, ["p0"], ["p1"])
     assert render_graph(graph) == before
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_gradients_that_are_divided_before_their_sum_are_divided_together():
+    policy = MixedPrecisionPolicy(torch.float16, torch.float16)
+    model = simple_fsdp(tiny_llama(layers=1), mp_policy=policy)
+    graph = capture(model, *batch(0, 0), plan="block").backward
+    packs = nodes(graph, PACK_GRADIENTS)
+    assert [pack.args[3] for pack in packs] == [2.0] * len(packs)
+    packed = [node for pack in packs for node in pack.all_input_nodes]
+    assert packed
+    assert not [node for node in packed if node.target is torch.ops.aten.div.Tensor]
 
 
 @pytest.mark.usefixtures("one_of_four")

@@ -60,6 +60,8 @@ def test_gradients_are_packed_as_fsdp2_does(members, ranks, cast, as_on_cuda):
     there = [gradient for gradient in gradients if gradient.numel()]
     expected = torch._chunk_cat(there, 0, ranks) if there else torch.empty(0)
     torch.testing.assert_close(packed, expected.flatten().to(dtype), rtol=0, atol=0)
+    divided = PACK_GRADIENTS(given_as, ranks, dtype, 8.0)
+    torch.testing.assert_close(divided, packed / 8, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -83,4 +85,4 @@ def test_fake_tensors_have_the_shapes_of_real_ones():
     x, only = torch.randn(4, 3), "test_faketensor"
     torch.library.opcheck(PACK_SHARDS, ([x, x[:1]], [12, 6], [torch.float32, torch.bfloat16]), test_utils=only)
     torch.library.opcheck(UNPACK_WEIGHTS, (torch.randn(36), 2, [12, 6], [torch.float32] * 2), test_utils=only)
-    torch.library.opcheck(PACK_GRADIENTS, ([x, x[:1]], 3, torch.float64), test_utils=only)
+    torch.library.opcheck(PACK_GRADIENTS, ([x, x[:1]], 3, torch.float64, 2.0), test_utils=only)
