@@ -12,7 +12,7 @@ from inductor_passes.order import check_order, order
 from inductor_passes.runtime.agreement import AGREE
 from inductor_passes.runtime.graph_dump import DUMP_NAMES, Report
 from inductor_passes.runtime.record import Record, awaited_collective, collective_name, is_collective, recorded_sequence
-from inductor_passes.scheduling.order_items import OrderItem, order_item
+from inductor_passes.scheduling.order_items import OrderItem, is_all_reduce_after, order_item
 from inductor_passes.torch_compat.inductor import inductor_ir, is_ordering_only, register_lowering
 
 
@@ -38,7 +38,23 @@ def order_kernels(kernels: list[Any], report: Report | None = None) -> list[Any]
             changed = replace(changed, report=report.packed())
         record.content = changed
         _watch(record, ordered)
+    for kernel in ordered:
+        _forget_what_was_reduced(kernel)
     return ordered
+
+
+def _forget_what_was_reduced(kernel: Any) -> None:
+    """Let the input of a reduce-scatter be freed by the wait for it, not by that for the all-reduce that follows.
+
+    The all-reduce works in place on the reduce-scatter's result, and Inductor takes every wait for such a result for a
+    wait for the reduce-scatter, which reads its input until then.
+    """
+    node = _step(kernel.node)
+    if node is not None and node.target is WAIT and is_all_reduce_after(awaited_collective(node)):
+        awaited = {source.get_name() for source in kernel.node.get_volatile_reads()}
+        kernel.read_writes.reads = type(kernel.read_writes.reads)(
+            dep for dep in kernel.read_writes.reads if dep.name not in awaited
+        )
 
 
 class _KeptRecord:

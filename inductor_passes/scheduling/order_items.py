@@ -80,7 +80,7 @@ def order_item(node: Node, plain: OrderItem, sources: Sequence[int]) -> OrderIte
         if node is collective:
             return item._replace(kind="gather")
         return item._replace(kind="gathered", weights=fqns if len(fqns) == 1 else ())
-    item = item._replace(is_all_reduce_after=_follows(collective))
+    item = item._replace(is_all_reduce_after=is_all_reduce_after(collective))
     if node is not collective:
         return item._replace(kind="reduced", has_all_reduce=any(FQNS in user.meta for user in node.users))
     if item.is_all_reduce_after or _source(node).target is PACK_GRADIENTS:
@@ -88,7 +88,8 @@ def order_item(node: Node, plain: OrderItem, sources: Sequence[int]) -> OrderIte
     return item._replace(kind="reduction", gradients=((sources[0], fqns[0]),))
 
 
-def _follows(reduction: Node) -> bool:
+def is_all_reduce_after(reduction: Node) -> bool:
+    """Return whether ``reduction`` reduces the result of a reduce-scatter of the same parameters."""
     source = _source(reduction)
     return source.target is WAIT and FQNS in _source(source).meta
 
