@@ -50,11 +50,23 @@ class Reduction(NamedTuple):
     fqn: str
     kind: CollectiveKind
     nbytes: int
-    """Bytes of the full gradient."""
+    """Bytes of the collective's input: the full gradient in the dtype of its reduction, padded."""
     ready_slot: int
     """The slot in which the gradient is complete: directly behind the step that makes it."""
     result: int = 0
     """Bytes of the reduced shard, which outlives the graph."""
+    copied_from: int | None = None
+    """Bytes of the gradient that is cast or padded into the collective's input when the collective is issued. Until
+    ``ready_slot`` they are part of the graph's live bytes; all the time, and 0 here, if something else needs the
+    gradient too. ``None``: the gradient itself is the input."""
+
+    in_memory_before: bool = False
+    """Whether the gradient is made in memory that is part of the graph's live bytes until ``ready_slot``."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes in use from ``ready_slot`` until the collective is issued."""
+        return self.nbytes if self.copied_from is None else self.copied_from
 
 
 class CostGraph(NamedTuple):

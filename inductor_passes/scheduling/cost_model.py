@@ -22,7 +22,16 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from inductor_passes.collectives import FQNS, REDUCE_SCATTER, WAIT, Collective, gathers, is_deterministic, reductions
+from inductor_passes.collectives import (
+    FQNS,
+    REDUCE_SCATTER,
+    WAIT,
+    Collective,
+    before_cast_and_pad,
+    gathers,
+    is_deterministic,
+    reductions,
+)
 from inductor_passes.ops.accumulate import ADD_UP
 from inductor_passes.ops.offload import TO_DEVICE, TO_HOST
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
@@ -110,6 +119,14 @@ def node_costs(graph: Graph, profile: DeviceProfile) -> NodeCosts:
     return NodeCosts(seconds, stored, runs)
 
 
+def _changed_in_place(node: Node) -> Node | None:
+    """Return the value whose memory ``node``'s result takes over, which Inductor lets it change; or ``None``."""
+    if getattr(node.target, "_overloadpacket", None) not in _CHANGES_PART:
+        return None
+    source = storage_of(node.all_input_nodes[0])
+    return source if source.op != "placeholder" and [*_users(source)] == [node] else None
+
+
 def _regions(graph: Graph) -> dict[Node, Node]:
     """Return, for each node that Inductor would fuse, the first node of its region."""
     depth: dict[Node, int] = {}  # matmuls, the model's own collectives and the like on the way here
@@ -141,6 +158,9 @@ def _regions(graph: Graph) -> dict[Node, Node]:
 def _seconds(node: Node, profile: DeviceProfile) -> float:
     """Return the seconds of a node that is a kernel of its own."""
     moved = _nbytes(node) + sum(_read(node, source) for source in _sources(node))
+    if changed := _changed_in_place(node):
+        written = sum(_read(node, source) for source in _sources(node) if source is not changed)
+        moved = 3 * written  # the new values are read, and what they are added to is read and written
     flops, kind = _flops(node)
     seconds = profile.memory_s(moved)
     if flops:
@@ -225,6 +245,18 @@ _PICKS = (_aten.embedding, _aten.index, _aten.gather)
 """Operators that read no more of their first input than they return."""
 
 
+_CHANGES_PART = (
+    _aten._unsafe_index_put,
+    _aten._unsafe_masked_index_put_accumulate,
+    _aten.index_add,
+    _aten.index_put,
+    _aten.scatter,
+    _aten.scatter_add,
+    _aten.scatter_reduce,
+)
+"""Operators that return their first input with some elements changed."""
+
+
 def _sources(node: Node) -> list[Node]:
     """Return the nodes whose memory a node reads: its inputs, without views."""
     return list(dict.fromkeys(map(storage_of, node.all_input_nodes)))
@@ -298,11 +330,22 @@ def cost_graph_of(
     seconds = [cost.seconds.get(node, 0.0) for node in compute]
     inputs = {node: _nbytes(node) for node in graph.find_nodes(op="placeholder") if node.name not in given}
     stored = {**inputs, **cost.stored}
+    copied_from: dict[Node, int] = {}
     for reduction in reductions(graph):
+        gradient = before_cast_and_pad(reduction.input)
+        if gradient is not reduction.input:
+            whole = max(_nbytes(gradient), cost.stored.get(storage_of(gradient), 0))
+            copied_from[reduction.node] = 0 if _is_read_otherwise(gradient, reduction.input) else whole
         source = storage_of(reduction.input)
         if source in stored:  # of several results of one operator, the others stay
             stored[source] = max(0, stored[source] - _nbytes(reduction.input)) if len(_tensors(source)) > 1 else 0
-    memory = live_bytes(compute, stored, cost.runs, lambda node: list(_users(node)))
+    changed_by = {changed: node for node in stored if (changed := _changed_in_place(node))}
+    stored |= dict.fromkeys(changed_by.values(), 0)
+
+    def readers(node: Node) -> list[Node]:
+        return [*_users(node), *(_users(changed_by[node]) if node in changed_by else ())]
+
+    memory = live_bytes(compute, stored, cost.runs, readers)
     position = {node: i for i, node in enumerate(nodes)}
     outputs = [node for output in graph.find_nodes(op="output") for node in output.all_input_nodes]  # of an empty graph
     outlives = {fqn for node in outputs if node in position for fqn in at.weights[position[node]]}
@@ -327,6 +370,8 @@ def cost_graph_of(
             _nbytes(reduction.input),
             slot[at.ready_slot[reduction.fqns[0]]],
             0 if _leaves_the_device(reduction.result) else _nbytes(reduction.node),
+            copied_from.get(reduction.node),
+            bool(_changed_in_place(storage_of(reduction.input))),
         )
         for reduction in reductions(graph)
     ]
@@ -337,6 +382,14 @@ def cost_graph_of(
         tuple(gathered[fqn] for fqn in sorted(at.first_use_slot, key=at.first_use_slot.__getitem__)),
         tuple(sorted(reduced, key=lambda reduction: reduction.ready_slot)),
     )
+
+
+def _is_read_otherwise(gradient: Node, reduced: Node) -> bool:
+    """Return whether something else than the cast or pad of a reduction's input ``reduced`` reads a gradient."""
+    chain = [reduced]
+    while chain[-1] is not gradient:
+        chain.append(chain[-1].all_input_nodes[0])
+    return any(user not in chain for user in _users(storage_of(gradient)))
 
 
 def _leaves_the_device(reduced: Node) -> bool:

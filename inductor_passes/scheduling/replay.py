@@ -8,9 +8,10 @@
 Compute is a chain of steps that nobody reorders. In the slot before each step and behind the last, collectives are
 issued and awaited where ``issue_points.py`` says, as ``order.py`` does it. Collectives of one process group run one
 after the other, in the order of their issue. The memory of a gathered weight is in use from the gather's issue until
-the last step that reads the weight, what was packed for the gather until the gather is awaited, and a gradient from the
-step that makes it until its reduction is awaited. A bucket of several members is packed and unpacked by copies, which
-take compute time and, while they run, as many bytes again.
+the last step that reads the weight, what was packed for the gather until the gather is awaited, a gradient from the
+step that makes it until its reduction is issued, and the reduction's input from there until the reduction is awaited. A
+bucket of several members is packed and unpacked by copies, which take compute time and, while they run, as many bytes
+again.
 """
 
 import math
@@ -83,11 +84,17 @@ class Replay:
         for gather in graph.gathers:
             self.last_read[gather.last_use_slot] += gather.nbytes
         self._made = [0] * (steps + 1)
+        """Bytes of gradients that are the input of their reduction, by the step that makes them."""
+        self._ready = [0] * (steps + 1)
+        """Bytes of gradients that the graph's live bytes have until they are complete, by the slot of completion."""
         for reduction in graph.reductions:
-            if reduction.ready_slot:
+            if reduction.copied_from is not None or reduction.in_memory_before:
+                self._ready[reduction.ready_slot] += reduction.gradient_bytes
+            elif reduction.ready_slot:
                 self._made[reduction.ready_slot - 1] += reduction.nbytes
             else:  # it is an input of the graph
                 self.alive += reduction.nbytes
+        self.alive += self._ready[0]
 
     def issue_gathers(self, members: Iterable[int]) -> list[CollectiveSpan]:
         spans = []
@@ -105,6 +112,9 @@ class Replay:
             nbytes = sum(reduction.nbytes for reduction in mergeable)
             if len(mergeable) > 1:
                 self._copy(kind, nbytes)
+            elif mergeable[0].copied_from is not None:
+                self._note(nbytes)
+            self.alive += nbytes - sum(reduction.gradient_bytes for reduction in mergeable)
             self._use(sum(reduction.result for reduction in mergeable))
             spans.append(self._issue("reduce", kind, tuple(reduction.fqn for reduction in mergeable), nbytes))
         return spans
@@ -132,6 +142,7 @@ class Replay:
             self._note(self.graph.live_bytes_in_step[step] - self.graph.live_bytes_at_slot[step])
             self.clock += self.graph.seconds[step]
             self.alive -= self.last_read[step]
+            self.alive += self._ready[step + 1]
         else:
             self._note(0)
         self.slot += 1

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.cost_model import cost_graph_of, node_costs
+from inductor_passes.scheduling.issue_points import Schedule, ScheduledBucket
+from inductor_passes.scheduling.replay import replay
 from simplefsdp import simple_fsdp
 from tests.graphs import capture
 
@@ -135,6 +137,45 @@ def test_memory_is_that_of_what_kernels_store() -> None:
     # wide one is computed, it, the product's gradient and the first matmul's result are there.
     assert (backward.live_bytes_at_slot[0], backward.live_bytes_at_slot[-1]) == (2 * wide + out, out)
     assert 3 * wide in backward.live_bytes_in_step
+
+
+class Picked(nn.Module):
+    """Rows of a table, picked by number: the table's gradient is zeros with some rows added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(64, 8))
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.table[numbers]
+
+
+def test_an_operator_that_changes_part_of_its_input_works_in_the_inputs_memory() -> None:
+    numbers = torch.tensor([1, 2, 1])
+    captured = capture(simple_fsdp(Picked()), numbers)
+    cost = node_costs(captured.backward, Rates())
+    (put,) = captured.backward.find_nodes(op="call_function", target=torch.ops.aten.index_put.default)
+    table = 64 * 8 * 4
+    graph = cost_graph_of(captured.backward, Rates())
+    assert max(graph.live_bytes_in_step) < 2 * table
+    (reduction,) = graph.reductions
+    assert (reduction.nbytes, reduction.copied_from, reduction.in_memory_before) == (table, None, True)
+    one = ScheduledBucket((0,), reduction.ready_slot, len(graph.seconds) + 1)
+    assert replay(graph, Schedule((), (one,))).peak < 2 * table
+    # What is written is three rows, besides their numbers.
+    assert cost.seconds[put] == pytest.approx(3 * (3 * 8 * 4 + 3 * 8) / 1000)
+
+
+def test_a_gradient_is_as_large_as_its_dtype_says_until_it_is_cast_for_its_reduction() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    inputs = torch.ones(4, 8, requires_grad=True, dtype=torch.bfloat16)
+    _, backward = cost_graphs(Gated(), inputs, mp_policy=policy)
+    assert {(r.fqn, r.nbytes, r.copied_from) for r in backward.reductions} == {
+        ("up", 16 * 8 * 4, 16 * 8 * 2),
+        ("down", 16 * 8 * 4, 16 * 8 * 2),
+    }
+    _, alike = cost_graphs(Gated(), torch.ones(4, 8, requires_grad=True))
+    assert {r.copied_from for r in alike.reductions} == {None}
 
 
 def test_weights_that_are_kept_outlive_forward_and_are_not_gathered_again() -> None:

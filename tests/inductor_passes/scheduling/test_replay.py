@@ -106,6 +106,18 @@ def test_gradients_take_memory_until_they_are_reduced() -> None:
     assert at_once.exposed == pytest.approx(6.0)
 
 
+def test_a_gradient_that_is_cast_takes_its_own_bytes_until_its_reduction_is_issued() -> None:
+    graph = backward()
+    cast = tuple(reduction._replace(copied_from=4) for reduction in graph.reductions)
+    graph = graph._replace(reductions=cast, live_bytes_in_step=(4, 4, 4))  # made in the step, complete behind it
+    late = replay(graph, Schedule((), (ScheduledBucket((0, 1, 2), 3, 3),)))
+    assert late.memory == (4, 4 + 4, 4 + 8, 12 + 30)
+    at_once = least_memory_schedule(graph).timeline
+    assert at_once.memory == (4, 4 + 10, 1 + 4 + 10, 2 + 4 + 10)
+    elsewhere = graph._replace(reductions=tuple(reduction._replace(copied_from=0) for reduction in cast))
+    assert replay(elsewhere, Schedule((), (ScheduledBucket((0, 1, 2), 3, 3),))).memory == (4, 4, 4, 30 + 3)
+
+
 def test_an_all_reduce_follows_where_the_schedule_says() -> None:
     kind = SLOW._replace(all_reduce_after=CollectiveKind("replicas", alpha_s=0.5, s_per_byte=0.05))
     graph = backward(kind)
