@@ -4,11 +4,12 @@ PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
 PYTHON ?= python3
 VENV ?= .venv$(if $(filter-out $(PINNED),$(TORCH)),-torch$(TORCH))
+CUDA_TORCH = 2.15.0
 RANKS ?= 2
 ARGS ?=
 INSTALLED = $(VENV)/.installed
 
-.PHONY: train test test-all lint bench docs clean
+.PHONY: train test test-all test-gpu-structure gpu-structure lint bench docs clean
 
 train: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) -m examples.train $(ARGS)
@@ -18,6 +19,14 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+# What compiled steps ask of a GPU, on a GPU that does nothing: needs a torch that is built for CUDA, gcc, and no GPU.
+test-gpu-structure:
+	$(MAKE) gpu-structure TORCH=$(CUDA_TORCH)
+
+gpu-structure: $(INSTALLED)
+	TRITON_CACHE_DIR=$(abspath $(VENV))/triton TORCHINDUCTOR_CACHE_DIR=$(abspath $(VENV))/inductor \
+	$(VENV)/bin/python -m simplefsdp.null_gpu -m pytest tests/null_gpu -n 2 --dist loadgroup $(ARGS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

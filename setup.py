@@ -13,7 +13,7 @@ setup(
     license="BSD-3-Clause",
     python_requires=">=3.11",
     packages=find_packages(include=["simplefsdp*", "inductor_passes*"]),
-    package_data={"": ["py.typed", "*.html", "*.cpp"]},
+    package_data={"": ["py.typed", "*.html", "*.cpp", "*.c"]},
     install_requires=["torch>=2.11", "numpy", "tqdm", "filelock", "platformdirs"],
     extras_require={
         "report": _REPORT,
@@ -24,6 +24,7 @@ setup(
             "accelerate",
             "lightning",
             "pytest",
+            "pytest-xdist",
             "hypothesis",
             "expecttest",
             "ruff",

@@ -15,7 +15,7 @@ LAYERS = (
     ("inductor_passes.scheduling",),
     ("inductor_passes.runtime",),
     ("inductor_passes",),  # the passes themselves
-    ("simplefsdp.text",),
+    ("simplefsdp.text", "simplefsdp.null_gpu"),
     ("simplefsdp.hardware", "simplefsdp.models", "simplefsdp.frontend"),
     ("simplefsdp.plan", "simplefsdp.training"),
     ("simplefsdp.api",),
