@@ -25,8 +25,6 @@ from simplefsdp.null_gpu.log import (
 )
 from tests.null_gpu.steps import Case, Step
 
-UNPACKS = ("split_with_sizes_copy", "unrolled_elementwise_kernel", "multi_tensor_apply")
-
 
 class Expected(NamedTuple):
     """A collective that a plan asks for."""

@@ -1,14 +1,13 @@
 """Logs of a null GPU as data; the null GPU itself is tested by ``make test-gpu-structure``."""
 
-import ast
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from simplefsdp.null_gpu import __main__, launch, rank
 from simplefsdp.null_gpu.log import Awaited, Collective, Copy, Kernel, Sync, communications, host_waits, parse_log
+from tests.test_structure import imports, modules
 
 GATHER = (
     "collective\tstream={stream}\toperation=all_gather\tranks=8\tcommunicator=5\tdtype=bfloat16\telements=10\top=-1"
@@ -97,8 +96,8 @@ def test_the_command_hands_on_what_follows_its_own_option(monkeypatch: pytest.Mo
 
 
 def test_the_library_does_not_import_the_null_gpu() -> None:
-    root = Path(__file__).parents[3]
-    for path in [*(root / "simplefsdp").rglob("*.py"), *(root / "inductor_passes").rglob("*.py")]:
-        if "null_gpu" not in path.parts:
-            imported = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-            assert not [path for node in imported if "null_gpu" in (node.module or "")]
+    known = modules()
+    outside = {name: path for name, path in known.items() if not name.startswith("simplefsdp.null_gpu")}
+    imported = {(name, each) for name, path in outside.items() for each in imports(name, path, known)}
+    assert imported
+    assert not [pair for pair in imported if pair[1].startswith("simplefsdp.null_gpu")]
