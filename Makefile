@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV ?= .venv$(if $(filter-out $(PINNED),$(TORCH)),-torch$(TORCH))
 CUDA_TORCH = 2.15.0
 RANKS ?= 2
+# The tests of one file run in one process, which starts its ranks once.
+PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile
 ARGS ?=
 INSTALLED = $(VENV)/.installed
 
@@ -15,10 +17,10 @@ train: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) -m examples.train $(ARGS)
 
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(INSTALLED)
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 # What compiled steps ask of a GPU, on a GPU that does nothing: needs a torch that is built for CUDA, gcc, and no GPU.
 test-gpu-structure:

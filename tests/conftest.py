@@ -1,7 +1,9 @@
 import os
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,21 @@ _cache = tempfile.TemporaryDirectory()
 os.environ["XDG_CACHE_HOME"] = _cache.name
 
 
+_STARTED = time.monotonic()
 _LEFT_OUT = pytest.StashKey[Counter[str]]()
 """Number of deselected tests, by folder."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "skip slow tests that would start later than this; -rs lists them"
+    parser.addoption("--slow-until", type=float, metavar="SECONDS", help=text)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a slow test for which no time is left."""
+    limit = item.config.getoption("--slow-until")
+    if limit and item.get_closest_marker("slow") and time.monotonic() - _STARTED > limit:
+        pytest.skip(f"slow, and the {limit:.0f} s of --slow-until have passed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,6 +49,19 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     for item in items:
         folder = item.path.parent.relative_to(item.config.rootpath).as_posix()
         item.config.stash.setdefault(_LEFT_OUT, Counter())[folder] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Send what a worker of pytest-xdist left out to its controller."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(session.config.stash.get(_LEFT_OUT, None) or {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take what a worker left out; all workers collect, and leave out, the same tests."""
+    if left_out := getattr(node, "workeroutput", {}).get("left_out"):
+        node.config.stash[_LEFT_OUT] = Counter(left_out)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -2,10 +2,12 @@
 
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
@@ -29,15 +31,72 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 def run(command: list[str]) -> str:
     """Run a command and return what it prints. ``plan="auto"`` finds ``PROFILE``, instead of measuring for a minute."""
+    with _profiles() as cache:
+        environment = os.environ | {"XDG_CACHE_HOME": cache}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return done.stdout
+
+
+def torchrun(*arguments: str, ranks: int = 2) -> str:
+    """Run ``torchrun --standalone --nproc-per-node ranks *arguments``; return what each rank prints, in rank order.
+
+    The agent and the ranks are torchrun's own, but start with everything imported, as those of ``Ranks`` do. A rank
+    that fails, or 300 seconds, raise ``AssertionError`` with what the ranks wrote to standard error.
+    """
+    with _profiles() as cache, tempfile.TemporaryDirectory() as logs:
+        agent = mp.get_context(METHOD).Process(target=_agent, args=(arguments, ranks, logs, cache))
+        agent.start()
+        agent.join(300)
+        hangs = agent.is_alive()
+        agent.terminate()  # The agent ends its ranks.
+        agent.join()
+        printed = {name: [file.read_text() for file in sorted(Path(logs).rglob(name))] for name in _STREAMS}
+    assert agent.exitcode == 0, f"{'hangs: ' if hangs else ''}{''.join(printed['stderr.log'])[-5000:]}"
+    return "".join(printed["stdout.log"])
+
+
+_STREAMS = ("stdout.log", "stderr.log")
+
+
+def _agent(arguments: tuple[str, ...], ranks: int, logs: str, cache: str) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method=METHOD,
+        logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.ALL),
+    )
+    elastic_launch(config, _as_main)(arguments, cache)
+
+
+def _as_main(arguments: tuple[str, ...], cache: str) -> None:
+    """Run ``-m module *arguments`` or ``script *arguments`` as the main program of this rank."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    if arguments[0] == "-m":
+        sys.argv = [*arguments[1:]]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [*arguments]
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+@contextmanager
+def _profiles() -> Iterator[str]:
+    """A cache folder in which ``PROFILE`` is kept for the CPU with 2 and with 4 ranks."""
     with tempfile.TemporaryDirectory() as cache:
         folder = Path(cache, "simplefsdp")
         folder.mkdir()
         for ranks in (2, 4):
             save(PROFILE, folder / cache_path(torch.device("cpu"), ranks).name)
-        environment = os.environ | {"XDG_CACHE_HOME": cache}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return done.stdout
+        yield cache
 
 
 class Ranks:

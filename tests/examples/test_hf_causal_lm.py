@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import TORCHRUN, run
+from tests.ranks import torchrun
 from tests.simplefsdp.frontend.test_huggingface import SMALL
 
 transformers = pytest.importorskip("transformers")
@@ -31,7 +31,7 @@ def test_a_local_model_is_trained_and_saved(tmp_path: Path) -> None:
     whole = small(tied=True)
     whole.save_pretrained(model)
     flags = ["--model", str(model), "--out", str(trained), "--seq-len", str(SEQ_LEN), "--lower-with", "aot_eager"]
-    printed = run([*TORCHRUN, "-m", "examples.hf_causal_lm", *flags, "--steps", "5", "--lr", "1e-2"])
+    printed = torchrun("-m", "examples.hf_causal_lm", *flags, "--steps", "5", "--lr", "1e-2")
     found = re.search(r"^losses (\S+) (\S+); saved in", printed, re.MULTILINE)
     assert found
     text, _ = data.load(None, SEQ_LEN)

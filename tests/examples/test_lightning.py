@@ -8,7 +8,7 @@ import torch
 
 from simplefsdp.models import llama
 from tests.examples.plain import FLAGS, train
-from tests.ranks import TORCHRUN, run
+from tests.ranks import torchrun
 
 pytest.importorskip("lightning")
 
@@ -17,10 +17,10 @@ pytest.importorskip("lightning")
 def test_lightning_trains_and_resumes_as_a_single_process_trains(tmp_path: Path) -> None:
     """A checkpoint of one file a rank is read, one of a single file written."""
     flags = [*FLAGS, "--sequences", "24", "--out", str(tmp_path)]
-    launch = [*TORCHRUN, "-m", "examples.lightning_module", *flags, "--epochs"]
-    run([*launch, "1"])
+    launch = ["-m", "examples.lightning_module", *flags, "--epochs"]
+    torchrun(*launch, "1")
     assert (tmp_path / "epoch=0.ckpt" / ".metadata").is_file()
-    run([*launch, "2", "--resume", str(tmp_path / "epoch=0.ckpt"), "--one-file"])
+    torchrun(*launch, "2", "--resume", str(tmp_path / "epoch=0.ckpt"), "--one-file")
     rows = [row for log in sorted(tmp_path.glob("*/version_*/metrics.csv")) for row in csv.DictReader(log.open())]
     model = llama.build("debug")
     torch.manual_seed(0)

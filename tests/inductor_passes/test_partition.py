@@ -79,9 +79,9 @@ def test_ranks_issue_the_same_collectives_in_the_same_order(plan, partitioner):
             if node.target in (ALL_GATHER, REDUCE_SCATTER)
         ]
 
-    first, *others = on_ranks(collectives, range(4))
+    first, *others = on_ranks(collectives, (0, 2, 3))  # the first, one of fewer rows, and one with empty shards
     assert [target for target, *_ in first].count(REDUCE_SCATTER) == {"none": 23, "block": 4}[plan]
-    assert others == [first] * 3
+    assert others == [first] * 2
 
 
 @pytest.mark.slow

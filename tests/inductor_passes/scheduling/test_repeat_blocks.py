@@ -38,10 +38,8 @@ def renamed(fqn: str, block: int) -> str:
     ("model", "reshard"),
     [
         ({"activation_checkpointing": "block"}, True),
-        pytest.param({}, True, marks=pytest.mark.slow),
         pytest.param({}, False, marks=pytest.mark.slow),
-        pytest.param({"activation_checkpointing": "selective"}, True, marks=pytest.mark.slow),
-        pytest.param({"tie_embeddings": True}, True, marks=pytest.mark.slow),
+        pytest.param({"activation_checkpointing": "selective", "tie_embeddings": True}, True, marks=pytest.mark.slow),
     ],
 )
 def test_a_few_blocks_repeated_are_many(model: dict[str, Any], reshard: bool) -> None:

@@ -1,12 +1,16 @@
 """``simplefsdp plan``: what is planned on a laptop is what the compilation plans."""
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor import compile_fx
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -21,6 +25,11 @@ SMALL = ("--model", "llama3-debug", "--ranks", "8", "--profile", "h100", "--seq"
 def plan(monkeypatch: pytest.MonkeyPatch, *args: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["simplefsdp", "plan", *map(str, args)])
     cli.main()
+
+
+def stop(*_: Any, **__: Any) -> Any:
+    """End a compilation in place of lowering its graphs."""
+    raise RuntimeError("planned, and not lowered")
 
 
 def compiled(folder: Path, tp: int = 1, keep_unsharded: str = "", **options: Any) -> BucketPlan:
@@ -38,7 +47,9 @@ def compiled(folder: Path, tp: int = 1, keep_unsharded: str = "", **options: Any
         torch._dynamo.reset()
         chosen: Any = {"profile": "h100/h100-1-node", "report_dir": str(folder), "lower_with": "inductor", **options}
         tokens = torch.zeros((1, 128), dtype=torch.int64)
-        torch.compile(model, backend="simplefsdp", options=chosen)(tokens, tokens)
+        lower = functools.partial(compile_fx.compile_fx, inner_compile=stop)
+        with mock.patch.object(compile_fx, "compile_fx", lower), pytest.raises(BackendCompilerFailed, match="planned"):
+            torch.compile(model, backend="simplefsdp", options=chosen)(tokens, tokens)
     (path,) = folder.glob("*/plan.json")
     return BucketPlan.load(path)
 
@@ -47,8 +58,6 @@ def compiled(folder: Path, tp: int = 1, keep_unsharded: str = "", **options: Any
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"plan": "block"},
         {"keep_unsharded": "auto", "memory_budget": "16MiB"},
         {"tp": 2},
     ],
@@ -90,7 +99,7 @@ def test_plan_prints_what_a_step_takes_and_saves_a_report(
 def test_a_sweep_is_a_table_and_a_plot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan(monkeypatch, *SMALL, "--sweep", "ranks=8,64", "seq=64,128", "--out", tmp_path)
+    plan(monkeypatch, *SMALL, "--layers", 2, "--sweep", "ranks=8,64", "seq=64,128", "--out", tmp_path)
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert [tuple(row.split(" | ")[:2]) for row in rows[2:]] == [
         ("| 8", "64"),
