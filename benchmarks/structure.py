@@ -1,4 +1,4 @@
-"""What a training step asks of a GPU under several systems: kernels, copies, collectives, waits, peak memory.
+"""Requests of a training step to a GPU under several systems: kernels, copies, collectives, waits, peak memory.
 
     python -m simplefsdp.null_gpu --device h100 -m benchmarks.structure --layers 32 --ranks 64
 
@@ -30,7 +30,7 @@ COPY_OUT = ("split_with_sizes_copy",)
 
 
 class Asked(NamedTuple):
-    """What one step asked of the GPU."""
+    """Requests of one step to the GPU."""
 
     system: str
     peak_bytes: int

@@ -134,3 +134,22 @@ def test_module_state_is_listed_with_its_reason() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
     section = page.partition("## State of modules")[2].partition("\n## ")[0]
     assert kept == set(re.findall(r"^\| `([\w.]+)` \| \S", section, re.MULTILINE))
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of each string that stands by itself, below a definition or below an attribute."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value.strip()
+
+
+def test_no_docstring_opens_with_a_word_that_points_elsewhere() -> None:
+    folders = (*PACKAGES, "examples", "benchmarks", "tests")
+    texts = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, text in docstrings(path)
+    ]
+    assert len(texts) > 1000
+    assert not [text for text in texts if re.search(r":\d+: (Of|What|That|Those|As|It|They)\b", text)]

@@ -168,7 +168,7 @@ class Buffers(nn.Module):
 
 
 class ReadsItsChild(nn.Module):
-    """As ``nn.MultiheadAttention`` does with ``out_proj``."""
+    """A module that reads its child's weight, as ``nn.MultiheadAttention`` reads that of ``out_proj``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ def data_parallel_mesh(parallel_dims: ParallelDims) -> tuple[DeviceMesh, str]:
 
 
 def reshard_after_forward(model: Decoder, policy: str) -> dict[str, bool | Literal["auto"]]:
-    """As torchtitan has it: by default the last layers are kept, as backward starts with them."""
+    """Apply torchtitan's policy, by which the last layers stay unsharded by default: backward starts with them."""
     reshard: dict[str, bool | Literal["auto"]] = {"*": get_fsdp_reshard_after_forward_policy(policy, pp_enabled=False)}
     head = "tok_embeddings.*" if model.enable_weight_tying else "lm_head.*"
     return reshard | dict.fromkeys(["norm.*", head], policy == "always")

@@ -41,7 +41,7 @@ class ShardedAttribute:
     proxies: dict[str, Tensor]
     """The proxies of the module, by attribute name."""
     ending: dict[str, Tensor]
-    """Those proxies whose accumulation ends with the next backward, by attribute name."""
+    """Proxies whose accumulation ends with the next backward, by attribute name."""
 
     @property
     def info(self) -> ShardedParameter:

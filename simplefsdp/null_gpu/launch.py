@@ -15,7 +15,7 @@ _SOURCE = Path(__file__).with_name("stub.c")
 
 
 class Device(NamedTuple):
-    """What a device says of itself."""
+    """Properties of a CUDA device."""
 
     name: str
     major: int

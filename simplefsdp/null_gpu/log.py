@@ -131,7 +131,7 @@ class Module(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What ``Recorder.note`` was told."""
+    """A text that ``Recorder.note`` put into the log."""
 
     text: str
 

@@ -100,7 +100,7 @@ def _norm(found: dict[_Groups, list[Tensor]], order: float, foreach: bool | None
 
 
 def _device(parameters: list[Tensor]) -> torch.device:
-    """Where their process groups reduce."""
+    """The device on which the process groups of these parameters reduce."""
     param = next((param for param in parameters if isinstance(param, DTensor)), parameters[0])
     there = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
     return param.device if there == param.device.type else torch.device(there)

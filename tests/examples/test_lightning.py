@@ -34,5 +34,5 @@ def test_lightning_trains_and_resumes_as_a_single_process_trains(tmp_path: Path)
 
 
 def epoch_of_lightning(epoch: int) -> torch.Tensor:
-    """It always shuffles what it trains on, as ``DistributedSampler`` does."""
+    """The order of Lightning's samples in an epoch: always shuffled, as by ``DistributedSampler``."""
     return torch.randperm(24, generator=torch.Generator().manual_seed(epoch))

@@ -89,7 +89,7 @@ CASES: dict[str, Case] = {
 
 @dataclass(frozen=True)
 class Step:
-    """What was logged of one step after the first ones, and what had been planned for it."""
+    """The log of one step after the first ones, and the plan of that step."""
 
     name: str
     case: Case

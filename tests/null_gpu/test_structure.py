@@ -1,4 +1,4 @@
-"""What a compiled step asks of a GPU, against what was planned: collectives, streams, order, copies, syncs, memory."""
+"""Requests of a compiled step to a GPU, against its plan: collectives, streams, order, copies, syncs, memory."""
 
 import math
 import re

@@ -156,7 +156,7 @@ def _the_last_without_a_part(model: Any, forward: Any, inputs: list[Tensor]) -> 
 
 
 def _on_again(model: Any, forward: Any, inputs: list[Tensor]) -> None:
-    """It is to go on when the backward comes that was to end it."""
+    """Go on with an accumulation right before the backward that was to end it."""
     _loss(forward, inputs[0]).backward()
     model.set_requires_gradient_sync(True)
     loss = _loss(forward, inputs[1])

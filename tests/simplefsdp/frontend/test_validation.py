@@ -150,7 +150,7 @@ ValueError: mesh: rank 0 is not part of DeviceMesh((3,), 'cpu', stride=(1,)); ca
 class TestParameters(expecttest.TestCase):
     def test_parameters_that_cannot_be_sharded_are_refused(self) -> None:
         class Quantized(nn.Parameter):
-            """As weights of bitsandbytes and torchao are."""
+            """A subclass of ``Parameter``, as quantized weights of bitsandbytes and torchao are."""
 
         hooked = nn.Parameter(torch.ones(4))
         hooked.register_hook(lambda grad: grad)
