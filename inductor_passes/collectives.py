@@ -96,9 +96,15 @@ class Collective:
 
     def reduction_kind(self) -> tuple[Any, ...]:
         """The properties that reductions must have in common to be merged into one."""
-        then = self.all_reduce_after.reduction_kind() if self.all_reduce_after else ()
+        all_reduce = self.all_reduce_after.reduction_kind() if self.all_reduce_after else ()
         # Behind an odd number of reals a complex number would not be aligned.
-        return (self.node.target, self.options, self.input.meta["val"].dtype, _becomes_complex(self.result), *then)
+        return (
+            self.node.target,
+            self.options,
+            self.input.meta["val"].dtype,
+            _becomes_complex(self.result),
+            *all_reduce,
+        )
 
 
 def gathers(graph: Graph) -> list[Collective]:

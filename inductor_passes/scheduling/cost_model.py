@@ -407,13 +407,15 @@ class _Kinds(NamedTuple):
 
     def of_reduction(self, reduction: Collective) -> CollectiveKind:
         kind = "reduce_scatter" if reduction.node.target is REDUCE_SCATTER else "all_reduce"
-        then = None
+        all_reduce = None
         if reduction.all_reduce_after:
             ranks = reduction.options[1] if kind == "reduce_scatter" else 1
-            then = self._kind("all_reduce", reduction.all_reduce_after.options[-1], ranks, None, "")
-        return self._kind(kind, reduction.options[-1], 1, then, repr(reduction.reduction_kind()))
+            all_reduce = self._kind("all_reduce", reduction.all_reduce_after.options[-1], ranks, None, "")
+        return self._kind(kind, reduction.options[-1], 1, all_reduce, repr(reduction.reduction_kind()))
 
-    def _kind(self, kind: str, group: str, parts: int, then: CollectiveKind | None, name: str) -> CollectiveKind:
+    def _kind(
+        self, kind: str, group: str, parts: int, all_reduce_after: CollectiveKind | None, name: str
+    ) -> CollectiveKind:
         """Return the kind of a collective over a process group.
 
         Args:
@@ -428,4 +430,4 @@ class _Kinds(NamedTuple):
         copy = 2 * profile.memory_s(_COPIED) / _COPIED
         issue = profile.collective_launch_s + profile.contention * alpha
         lost = profile.contention * rate + profile.collective_s_per_byte / parts
-        return CollectiveKind(group, alpha, rate, issue, copy, 1 / len(ranks), lost, then, name)
+        return CollectiveKind(group, alpha, rate, issue, copy, 1 / len(ranks), lost, all_reduce_after, name)

@@ -285,6 +285,8 @@ def buckets_of(
             fqns_made[0] if slot == scheduled.issue_slot else issued.get(slot) for slot in scheduled[1:]
         )
         packed = tuple(sorted(fqns_made, key=position.__getitem__))
-        followed = scheduled.all_reduce_slot >= 0
-        reductions.append(Bucket(packed, complete[scheduled.issue_slot], wait, all_reduce if followed else None, i))
+        has_all_reduce = scheduled.all_reduce_slot >= 0
+        reductions.append(
+            Bucket(packed, complete[scheduled.issue_slot], wait, all_reduce if has_all_reduce else None, i)
+        )
     return tuple(gathers), tuple(reductions)

@@ -61,8 +61,8 @@ def keep_unsharded(forward: CostGraph, backward: CostGraph, fqns: Collection[str
             for slot in range(min(gather.last_use_slot + 1, len(between))):
                 between[slot] += gather.nbytes
     left = tuple(gather for gather in backward.gathers if gather.fqn not in fqns)
-    kept = backward._replace(live_bytes_in_step=tuple(during), live_bytes_at_slot=tuple(between), gathers=left)
-    return forward._replace(gathers=gathers), _without_idle_slots(kept)
+    without = backward._replace(live_bytes_in_step=tuple(during), live_bytes_at_slot=tuple(between), gathers=left)
+    return forward._replace(gathers=gathers), _without_idle_slots(without)
 
 
 def _without_idle_slots(graph: CostGraph) -> CostGraph:

@@ -330,8 +330,8 @@ def _neighbours(graph: CostGraph, schedule: Schedule) -> Iterator[Schedule]:
                     yield Schedule(gathers, _put(reductions, i, scheduled._replace(all_reduce_slot=slot)))
         for slot in _beside(gradients, scheduled.issue_slot):
             if first <= slot <= last:
-                then = max(scheduled.all_reduce_slot, slot) if scheduled.all_reduce_slot >= 0 else -1
-                moved = ScheduledBucket(scheduled.members, slot, max(scheduled.wait_slot, slot), then)
+                all_reduce = max(scheduled.all_reduce_slot, slot) if scheduled.all_reduce_slot >= 0 else -1
+                moved = ScheduledBucket(scheduled.members, slot, max(scheduled.wait_slot, slot), all_reduce)
                 yield Schedule(gathers, _put(reductions, i, moved))
         for slot in _beside(issues, scheduled.wait_slot):
             if slot >= max(scheduled.issue_slot, scheduled.all_reduce_slot):
@@ -418,7 +418,7 @@ class _GatherIssue:
     def __init__(self, graph: CostGraph, choice: _Choice, run: Replay):
         self.members = choice.gathers
         self.uses = [min(graph.gathers[i].first_use_slot for i in members) for members in choice.gathers]
-        self._room = choice.memory_limit
+        self._memory_limit = choice.memory_limit
         self._margin = choice.margin
         self._at = list(accumulate(graph.seconds, initial=0.0))
         self._slots = issue_points.gather_issue_slots(graph)
@@ -454,7 +454,7 @@ class _GatherIssue:
             return False
         if run.free.get(self._channels[k], 0.0) >= self._next(run, clock) and self._margin < math.inf:
             return False  # the channel has enough to do until the next slot
-        return self._room == math.inf or self._most(run, k) <= self._room
+        return self._memory_limit == math.inf or self._most(run, k) <= self._memory_limit
 
     def _most(self, run: Replay, k: int) -> int:
         """Return the most bytes in use until gather ``k`` is used, if issued now and no more gradients are held."""

@@ -152,11 +152,11 @@ class Explanation:
         ``None``: there are no such weights.
         """
         again = [gather.fqn for gather in self.costs.backward.gathers]
-        kept = choose_unsharded(*self.costs.cost_graphs, again, self.costs.memory_limit_bytes)
-        if not kept:
+        unsharded = choose_unsharded(*self.costs.cost_graphs, again, self.costs.memory_limit_bytes)
+        if not unsharded:
             return None
-        what = f"reshard_after_forward=False for {fqn_range(tuple(fqn for fqn in again if fqn in kept))}"
-        found = _planned(self, keep_unsharded(*self.costs.cost_graphs, kept), self.costs.memory_limit_bytes)
+        what = f"reshard_after_forward=False for {fqn_range(tuple(fqn for fqn in again if fqn in unsharded))}"
+        found = _planned(self, keep_unsharded(*self.costs.cost_graphs, unsharded), self.costs.memory_limit_bytes)
         return next(iter(_change_to(self, what, found)), None)
 
     def to_json(self) -> str:
@@ -348,11 +348,11 @@ def _resharding(explanation: Explanation) -> list[str]:
     """Lines that say which weights are kept unsharded and why, and which are gathered again."""
     plan, (forward, backward) = explanation.plan, explanation.costs.cost_graphs
     lines = []
-    if kept := [gather for gather in forward.gathers if gather.fqn in plan.keep_unsharded]:
-        seconds = sum(gather.kind.seconds(gather.nbytes) for gather in kept)
+    if unsharded := [gather for gather in forward.gathers if gather.fqn in plan.keep_unsharded]:
+        seconds = sum(gather.kind.seconds(gather.nbytes) for gather in unsharded)
         lines.append(
-            f"kept unsharded until backward: {fqn_range([gather.fqn for gather in kept])}: "
-            f"{gib(sum(gather.nbytes for gather in kept))}, which save {ms(seconds)} of communication"
+            f"kept unsharded until backward: {fqn_range([gather.fqn for gather in unsharded])}: "
+            f"{gib(sum(gather.nbytes for gather in unsharded))}, which save {ms(seconds)} of communication"
         )
     if again := [gather.fqn for gather in backward.gathers]:
         keeping = explanation.keeping

@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, help="how many blocks, instead of the model's own number")
     add("--hybrid", action="store_true", help="shard inside a node, replicate over nodes")
     add("--tp", type=int, default=1, help="neighbouring ranks that the model is tensor parallel over")
-    kept = "weights that stay unsharded until backward: all, or auto: those that the planner chooses"
-    add("--keep-unsharded", nargs="?", const="all", choices=["all", "auto"], help=kept)
+    text = "weights that stay unsharded until backward: all, or auto: those that the planner chooses"
+    add("--keep-unsharded", nargs="?", const="all", choices=["all", "auto"], help=text)
     add("--activation-checkpointing", default="none", choices=["none", "block", "selective"])
     add("--sweep", nargs="+", metavar="NAME=A,B", help=f"a table over several of {', '.join(_SWEPT)}")
     add("--out", type=Path, default=Path("out/plan"), help="folder for plan.json and what simplefsdp explain reads")

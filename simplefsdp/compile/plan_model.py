@@ -164,10 +164,10 @@ def _step_to_plan(
     forward, backward = costs
     members = (forward.gathers, backward.gathers, backward.reductions)
     first, again, reduced = ([member.fqn for member in each] for each in members)
-    followed = frozenset(reduction.fqn for reduction in backward.reductions if reduction.kind.all_reduce_after)
+    has_all_reduce = frozenset(reduction.fqn for reduction in backward.reductions if reduction.kind.all_reduce_after)
     return StepToPlan(
         costs,
-        GraphUses(first, again, reduced, followed),
+        GraphUses(first, again, reduced, has_all_reduce),
         parameters,
         BLOCK.buckets(fqns),
         tuple(fqn for fqn in fqns if fqn in unsharded),

@@ -166,10 +166,12 @@ def choose_unsharded_parameters(
     return choose_unsharded(forward, backward, undecided, memory_limit(request, resident))
 
 
-def with_reshard_decided(params: Mapping[int, GraphParameter], kept: Collection[str]) -> dict[int, GraphParameter]:
+def with_reshard_decided(
+    params: Mapping[int, GraphParameter], keep_unsharded: Collection[str]
+) -> dict[int, GraphParameter]:
     """Return ``params`` with the planner's decision: parameters left to it are resharded, unless they are ``kept``."""
     return {
-        i: replace(param, reshard=param.fqn not in kept) if param.reshard is None else param
+        i: replace(param, reshard=param.fqn not in keep_unsharded) if param.reshard is None else param
         for i, param in params.items()
     }
 

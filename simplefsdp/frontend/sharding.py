@@ -354,7 +354,7 @@ class _Reduce(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, _stand, local, comm):
+    def forward(ctx, _proxy, local, comm):
         keep_gradient_dtype(ctx)
         return all_gather(local, comm)
 

@@ -123,12 +123,14 @@ class BucketPlan:
                 lines.append(f"  {share:6.1%}  {fqn_range(bucket.fqns)}: {points}")
         return "\n".join(lines)
 
-    def check_fits(self, parameters: Mapping[str, tuple[int, ...]], kept: Iterable[str], used: Collection[str]) -> None:
+    def check_fits(
+        self, parameters: Mapping[str, tuple[int, ...]], keep_unsharded: Iterable[str], used: Collection[str]
+    ) -> None:
         """Raise ``ValueError`` that lists every parameter whose shape or resharding differs between plan and model.
 
         Args:
             parameters: FQN and shape of all parameters of the model.
-            kept: FQNs of the parameters that stay unsharded from forward to backward.
+            keep_unsharded: FQNs of the parameters that stay unsharded from forward to backward.
             used: FQNs of the parameters that the graph at hand uses.
         """
         planned = dict(self.parameters)
@@ -139,11 +141,13 @@ class BucketPlan:
             for fqn, shape in parameters.items()
             if fqn in planned and planned[fqn] != shape
         ]
-        here = set(kept)
+        unsharded = set(keep_unsharded)
         for fqn in parameters:
-            if fqn in planned and fqn in used and (fqn in here) != (fqn in self.keep_unsharded):
-                there = "kept unsharded" if fqn in self.keep_unsharded else "resharded"
-                problems.append(f"{fqn}: {there} after forward in the plan, not in the model (reshard_after_forward)")
+            if fqn in planned and fqn in used and (fqn in unsharded) != (fqn in self.keep_unsharded):
+                planned_as = "kept unsharded" if fqn in self.keep_unsharded else "resharded"
+                problems.append(
+                    f"{fqn}: {planned_as} after forward in the plan, not in the model (reshard_after_forward)"
+                )
         if problems:
             raise ValueError("plan: does not fit this model:\n  " + "\n  ".join(problems))
 
@@ -169,8 +173,8 @@ def _reduction_points(bucket: Bucket) -> str:
 
     own = bucket.issue is None or bucket.issue in bucket.fqns
     issue = "issued when complete" if own else f"issued when that of {bucket.issue} is there"
-    then = f", all-reduced {before(bucket.all_reduce_after)}" if bucket.all_reduce_after else ""
-    return f"{issue}{then}, awaited {before(bucket.wait)}"
+    all_reduce = f", all-reduced {before(bucket.all_reduce_after)}" if bucket.all_reduce_after else ""
+    return f"{issue}{all_reduce}, awaited {before(bucket.wait)}"
 
 
 def _parsed(data: Any, where: str) -> BucketPlan:
@@ -212,8 +216,8 @@ def _parsed(data: Any, where: str) -> BucketPlan:
             for point in _POINTS:
                 value = bucket.get(point)
                 need(value is None or value in parameters, f"{field}.{point}", "an FQN of a parameter, or null", value)
-            issue, wait, then = (bucket.get(point) for point in ("issue", "wait", "all_reduce_after"))
-            result.append(Bucket(members, issue, wait, then, i))
+            issue, wait, all_reduce = (bucket.get(point) for point in ("issue", "wait", "all_reduce_after"))
+            result.append(Bucket(members, issue, wait, all_reduce, i))
         fqns([fqn for bucket in result for fqn in bucket.fqns], direction)
         return tuple(result)
 

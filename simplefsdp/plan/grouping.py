@@ -135,14 +135,14 @@ def resolve_plan(
     buckets: Buckets,
     uses: GraphUses,
     parameters: Iterable[tuple[str, tuple[int, ...]]],
-    kept: Iterable[str],
+    keep_unsharded: Iterable[str],
 ) -> BucketPlan:
     """Return the plan that carries out a request for these buckets, in graphs with these uses."""
     return BucketPlan(
         forward=_gathers(buckets, uses.forward, prefetch),
         backward=_gathers(buckets, uses.backward, prefetch),
         reductions=_reductions(buckets, uses, prefetch),
-        keep_unsharded=tuple(kept),
+        keep_unsharded=tuple(keep_unsharded),
         parameters=tuple(parameters),
     )
 

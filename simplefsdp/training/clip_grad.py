@@ -71,12 +71,12 @@ def clip_grad_norm_(
     for gradient in (gradient for gradients in found.values() for gradient in gradients):
         by_device[gradient.device].append(gradient)
     for device, gradients in by_device.items():
-        there = factor.to(device)
+        on_device = factor.to(device)
         if foreach is not False:
-            torch._foreach_mul_(gradients, there)
+            torch._foreach_mul_(gradients, on_device)
             continue
         for gradient in gradients:
-            gradient.mul_(there)
+            gradient.mul_(on_device)
     return total
 
 
@@ -102,8 +102,8 @@ def _norm(found: dict[_Groups, list[Tensor]], order: float, foreach: bool | None
 def _device(parameters: list[Tensor]) -> torch.device:
     """The device on which the process groups of these parameters reduce."""
     param = next((param for param in parameters if isinstance(param, DTensor)), parameters[0])
-    there = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
-    return param.device if there == param.device.type else torch.device(there)
+    reduces_on = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
+    return param.device if reduces_on == param.device.type else torch.device(reduces_on)
 
 
 def _sharded_over(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Groups:
