@@ -16,6 +16,7 @@ from inductor_passes.torch_compat.dtensor import local_tensor
 from inductor_passes.torch_compat.dynamo import inside_torch_compile, skip_code
 from simplefsdp.frontend.fsdp_methods import check_divide_factor
 from simplefsdp.frontend.gloo import run_in_order
+from simplefsdp.frontend.initial_weights import CheckInitialWeights, digests, sample
 from simplefsdp.frontend.parametrization import ShardedModule, ShardedModuleState, parametrize
 from simplefsdp.frontend.sharding import (
     Communication,
@@ -55,6 +56,7 @@ def simple_fsdp(
     ignored_params: Iterable[nn.Parameter] | None = None,
     gradient_divide_factor: float | None = None,
     offload_policy: OffloadPolicy | None = None,
+    check_initial_weights: CheckInitialWeights = True,
 ) -> Model:
     """Shard ``model``'s parameters over the ranks of ``mesh``, in place, and return it.
 
@@ -65,7 +67,8 @@ def simple_fsdp(
     run one by one where they are needed (right, but slow: for debugging), and full weights are freed after the module
     that read them, and gathered again in backward.
 
-    No collective runs in this call: every rank must hold the same initial values, as with ``fully_shard``.
+    No collective runs in this call: every rank must hold the same initial values, as with ``fully_shard``. The first
+    forward with gradients compares them (``check_initial_weights``).
     Build the optimizer afterwards, on ``model.parameters()``; one built before raises at its next use. Tied parameters
     stay one parameter, frozen ones stay frozen and are not reduced, buffers are left alone.
 
@@ -114,6 +117,11 @@ def simple_fsdp(
             without a backward, call ``torch.cuda.synchronize()`` before shards in pinned memory are changed in place.
             ``None`` or ``OffloadPolicy()``: everything is on the mesh's device. Predictions leave out the time of these
             copies, and of the optimizer on CPU.
+        check_initial_weights: the first call of ``model`` with gradients compares what the ranks have sharded: ``True``
+            64 elements of each parameter, at equal distances; ``"exact"`` all of them; ``False`` nothing. The ranks
+            meet at the store of the process group, once; a difference is a ``RuntimeError`` on all of them, which
+            names the first parameter that differs. Left out are parameters on ``meta``, what is loaded after sharding,
+            and models under another backend of ``torch.compile``.
 
     Raises:
         TypeError: an argument is of another type than said above.
@@ -128,7 +136,7 @@ def simple_fsdp(
     if inside_torch_compile():
         raise RuntimeError("simple_fsdp() was called inside torch.compile; shard the model first, then compile it")
     mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    check_types(model, mesh, mp_policy, reshard_after_forward, offload_policy)
+    check_types(model, mesh, mp_policy, reshard_after_forward, offload_policy, check_initial_weights)
     if gradient_divide_factor is not None:
         gradient_divide_factor = check_divide_factor("gradient_divide_factor", gradient_divide_factor)
     if not dist.is_initialized():
@@ -159,6 +167,7 @@ def simple_fsdp(
 
     sharded_model = ShardedModel(tuple((fqn, tuple(param.shape)) for fqn, param in params.items()))
     sharded: dict[int, tuple[nn.Parameter, ShardedParameter]] = {}
+    samples: dict[str, torch.Tensor | None] = {}
     for fqn, info in known.items():
         sharded[id(params[fqn])] = params[fqn], replace(info, fqn=fqn, model=sharded_model)
     if mesh.device_type == "cpu":
@@ -179,6 +188,7 @@ def simple_fsdp(
             device=mesh.device_type if offloads else None,
             pinned=pinned,
         )
+        samples[fqn] = sample(there, check_initial_weights)
         if isinstance(param, DTensor):
             local, tensor_parallel = shard_further(param, mesh, placements[fqn]), param._spec
         else:
@@ -191,6 +201,13 @@ def simple_fsdp(
     if offloads:
         _move_buffers(model, mesh.device_type)
     _shard_modules(model, sharded, mp_policy)
+    for fqn, info in known.items():
+        if info.fqn in info.model.initial_weights:
+            sharded_model.initial_weights[fqn] = info.model.initial_weights.pop(info.fqn)
+    groups = tuple(group for group in (shard_group, replica_group) if group is not None)
+    sharded_model.initial_weights.update(digests(samples, groups))
+    if isinstance(model, ShardedModule):
+        model._simple_fsdp.model = sharded_model
     return model
 
 

@@ -33,10 +33,11 @@ import secrets
 import time
 import weakref
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,29 @@ _PATIENCE_S = 60.0
 _SHUTDOWN_GRACE_S = 10.0
 """Seconds in which the other ranks can see that this rank gives up."""
 
+
+class Subject(NamedTuple):
+    """Words for what ranks compare, in errors and warnings."""
+
+    differ: str
+    """The predicate of "ranks 0 and 1 ..." where they differ."""
+    awaited: str
+    """The noun phrase for that to which all ranks come."""
+    late: str
+    """What follows the noun phrase in the warning about a rank that has not come for a minute."""
+    remedy: str = ""
+    """Sentences on what to do about a difference."""
+    every_time: bool = False
+    """Whether ranks meet also for lines on which they have agreed before."""
+
+
+GRAPHS = Subject(
+    "have compiled different programs, and would hang",
+    "a graph",
+    "that has just been compiled; if that rank trains on, it was compiled here alone, for inputs that other ranks do "
+    "not have",
+)
+
 Ranks = tuple[int, ...]
 """The ranks of a process group, in its order."""
 
@@ -72,6 +96,8 @@ class _World:
     rendezvous_of: dict[Ranks, Any] = field(default_factory=dict)
     """The rendezvous of each group: a part of the store."""
     known_failures: set[str] = field(default_factory=set)
+    comparisons: Counter[Ranks] = field(default_factory=Counter)
+    """How often the ranks of a group have met for a subject that asks for it every time."""
 
 
 _worlds: weakref.WeakKeyDictionary[Any, _World] = weakref.WeakKeyDictionary()
@@ -133,17 +159,25 @@ def add_record(graph: Graph, record: Record, report: Report | None = None) -> bo
     return True
 
 
-def compare(lines: Mapping[str, Sequence[str]], deadline_s: float | None = None) -> None:
-    """Meet the ranks of each process group (by name) at the store; see [Note: rendezvous at the store]."""
+def compare(lines: Mapping[str, Sequence[str]], deadline_s: float | None = None, subject: Subject = GRAPHS) -> None:
+    """Meet the ranks of each process group (by name) at the store; see [Note: rendezvous at the store].
+
+    Raises:
+        RuntimeError: the lines of one of the ranks are others, or it does not come before the deadline.
+    """
     groups: dict[Ranks, list[str]] = {}
     for name, content in lines.items():
         ranks = tuple(group_ranks(name))
         if len(ranks) > 1 and not is_single_process_group(name):
             groups.setdefault(ranks, []).extend(content)  # several groups may have the same ranks
     if groups:
+        world = _world()
+        if subject.every_time:
+            world.comparisons.update(groups.keys())
+            groups = {ranks: [f"comparison {world.comparisons[ranks]}", *content] for ranks, content in groups.items()}
         records = {ranks: "\n".join(content) for ranks, content in groups.items()}
         seconds = DEADLINE_S if deadline_s is None else deadline_s
-        _Meeting(records, dist.get_rank(), _world(), default_store(), seconds).hold()
+        _Meeting(records, dist.get_rank(), world, default_store(), seconds, subject).hold()
 
 
 def forget_failures() -> None:
@@ -179,8 +213,11 @@ def _keys(what: str, ranks: Ranks) -> list[str]:
 class _Meeting:
     """One rank's part in the comparison of a record."""
 
-    def __init__(self, records: Mapping[Ranks, str], me: int, world: _World, store: Any, deadline_s: float):
+    def __init__(
+        self, records: Mapping[Ranks, str], me: int, world: _World, store: Any, deadline_s: float, subject: Subject
+    ):
         self.records = records
+        self.subject = subject
         self.digests = {ranks: _digest(text) for ranks, text in records.items()}
         self.me = me
         self.world = world
@@ -211,13 +248,16 @@ class _Meeting:
             # Who is missing is asked seldom: it takes more of the store than whether somebody is.
             awaited = [self._missing(ranks, what) for ranks in lagging] if late or pause == longest else []
             if late:
-                raise _Disagreement(f"rank {awaited[0]} has not come to a graph that rank {self.me} waits to run")
+                raise _Disagreement(
+                    f"rank {awaited[0]} has not come to {self.subject.awaited} that rank {self.me} waits to run"
+                )
             if awaited and time.monotonic() > patience:
                 log.warning(
-                    "rank %d waits for rank %d to come to a graph that has just been compiled; if that rank trains on, "
-                    "it was compiled here alone, for inputs that other ranks do not have",
+                    "rank %d waits for rank %d to come to %s %s",
                     self.me,
                     awaited[0],
+                    self.subject.awaited,
+                    self.subject.late,
                 )
                 patience += _PATIENCE_S
             time.sleep(pause)
@@ -279,7 +319,7 @@ class _Meeting:
             if theirs == mine:
                 raise _Disagreement(f"rank {rank} gave up: {failure['why']}")
         if theirs != mine and not rendezvous.check([f"{theirs}/came/{self.me}"]):
-            raise _Disagreement(_difference(self.records[ranks], _get(rendezvous, theirs), self.me, rank))
+            raise _Disagreement(_difference(self.records[ranks], _get(rendezvous, theirs), self.me, rank, self.subject))
 
     def _give_up(self, reason: str) -> None:
         """Announce the failure at each rendezvous, and stay a while: others may come late, the store may live here."""
@@ -315,12 +355,12 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _difference(mine: str, theirs: str, me: int, rank: int) -> str:
+def _difference(mine: str, theirs: str, me: int, rank: int, subject: Subject) -> str:
     here, there = mine.split("\n"), theirs.split("\n")
     end: Any = "nothing more"
     i = next(i for i, pair in enumerate(zip([*here, end], [*there, end], strict=False)) if pair[0] != pair[1])
     found, other = (repr(lines[i]) if i < len(lines) else end for lines in (here, there))
     return (
-        f"ranks {me} and {rank} have compiled different programs, and would hang. The first difference: on rank {me} "
-        f"{found}, on rank {rank} {other}"
+        f"ranks {me} and {rank} {subject.differ}. The first difference: on rank {me} {found}, on rank {rank} {other}"
+        + (f". {subject.remedy}" if subject.remedy else "")
     )

@@ -29,6 +29,7 @@ from simplefsdp.compile.context import compilation_context, source_hash
 from simplefsdp.compile.options import PASS_SLOTS, Options, parse_options
 from simplefsdp.compile.passes import Passes
 from simplefsdp.frontend.eager_resharding import CHANGED_WHILE_UNSHARDED
+from simplefsdp.frontend.initial_weights import compare_initial_weights
 from simplefsdp.frontend.sharding import unshard
 from simplefsdp.hardware.profile import HardwareProfile
 
@@ -42,6 +43,10 @@ def simplefsdp(
     """Compile one graph that Dynamo captured. ``options``: see ``Options``; errors: see ``parse_options``."""
     parsed = parse_options(options)
     _refuse_changed_weights(gm, example_inputs)
+    if torch.is_grad_enabled():  # Dynamo also traces the call of the model, which would have compared them.
+        infos = [info for value in example_inputs if (info := getattr(value, "simple_fsdp_info", None)) is not None]
+        for model in {info.model: None for info in infos if info.model.initial_weights}:
+            compare_initial_weights(model)
     passes = Passes(compilation_context(example_inputs, parsed, [node.name for node in gm.graph.nodes]))
     if parsed.lower_with == "aot_eager":
         if parsed.inductor:

@@ -27,8 +27,9 @@ from torch.utils._pytree import tree_map_only
 from inductor_passes.torch_compat.dynamo import get_eval_frame_callback, skip_code
 from simplefsdp.frontend import eager_resharding
 from simplefsdp.frontend.fsdp_methods import FSDPMethods
+from simplefsdp.frontend.initial_weights import compare_initial_weights
 from simplefsdp.frontend.initialization import sharded_init
-from simplefsdp.frontend.sharding import ShardedParameter, shard, unshard
+from simplefsdp.frontend.sharding import ShardedModel, ShardedParameter, shard, unshard
 
 
 @dataclass
@@ -47,6 +48,8 @@ class ShardedModuleState:
     """Dtype that floating-point results of ``forward`` are cast to."""
     children: tuple[int, ...] = ()
     """``id`` of each child that is known to be sharded as far as it has to be."""
+    model: ShardedModel | None = None
+    """The model, on the module that was given to ``simple_fsdp``."""
 
 
 class ShardedModule(nn.Module):
@@ -121,6 +124,8 @@ def _call(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
     if state.children != (children := tuple(map(id, module._modules.values()))):
         _check_children(module)
         state.children = children
+    if state.model is not None and state.model.initial_weights and torch.is_grad_enabled():
+        compare_initial_weights(state.model)
     # Not inside_torch_compile(): Dynamo would see a Python function called from here, and trace it.
     compiled = module._compiled_call_impl is not None or callable(get_eval_frame_callback())
     call = eager_resharding.enter(compiled)

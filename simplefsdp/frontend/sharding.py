@@ -111,6 +111,9 @@ class ShardedModel:
 
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     """FQN and whole shape of each parameter, in registration order."""
+    initial_weights: dict[str, tuple[str, tuple[Group, ...]]] = field(default_factory=dict)
+    """A digest of the values of each parameter before it was sharded, and the groups of ranks that are to have the
+    same, by FQN; empty once the ranks have compared them."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,12 @@ MODES = ("fully_shard", "hybrid_shard", "replicate")
 
 
 def check_types(
-    model: object, mesh: object, mp_policy: object, reshard_after_forward: object, offload_policy: object
+    model: object,
+    mesh: object,
+    mp_policy: object,
+    reshard_after_forward: object,
+    offload_policy: object,
+    check_initial_weights: object,
 ) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
@@ -43,6 +48,8 @@ def check_types(
             "offload_policy: expected torch.distributed.fsdp.CPUOffloadPolicy or None, found "
             f"{offload_policy if isinstance(offload_policy, type) else type(offload_policy).__name__}"
         )
+    if not isinstance(check_initial_weights, bool) and check_initial_weights != "exact":
+        raise TypeError(f"check_initial_weights: expected True, False or 'exact', found {check_initial_weights!r}")
     if isinstance(reshard_after_forward, dict):
         wrong = {k: v for k, v in reshard_after_forward.items() if not (isinstance(k, str) and _is_reshard(v))}
         if wrong:

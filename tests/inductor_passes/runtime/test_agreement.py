@@ -146,7 +146,7 @@ def meet(store: Any, records: dict[int, str], size: int, deadline_s: float = 60,
     def rank(me: int, record: str) -> None:
         world = worlds[me] if worlds else agreement._World()
         try:
-            agreement._Meeting({tuple(range(size)): record}, me, world, store, deadline_s).hold()
+            agreement._Meeting({tuple(range(size)): record}, me, world, store, deadline_s, agreement.GRAPHS).hold()
             said[me] = ""
         except RuntimeError as error:
             said[me] = str(error)
@@ -248,8 +248,8 @@ def test_a_rank_whose_store_goes_away_still_says_why() -> None:
 
 
 def test_where_one_program_ends_earlier_is_said() -> None:
-    assert agreement._difference("a", "a\nb", 0, 1).endswith("on rank 0 nothing more, on rank 1 'b'")
-    assert agreement._difference("a\nb", "a", 0, 1).endswith("on rank 0 'b', on rank 1 nothing more")
+    assert agreement._difference("a", "a\nb", 0, 1, agreement.GRAPHS).endswith("on rank 0 nothing more, on rank 1 'b'")
+    assert agreement._difference("a\nb", "a", 0, 1, agreement.GRAPHS).endswith("on rank 0 'b', on rank 1 nothing more")
 
 
 def test_another_world_agrees_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
