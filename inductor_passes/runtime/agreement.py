@@ -68,7 +68,7 @@ class Subject(NamedTuple):
     awaited: str
     """The noun phrase for that to which all ranks come."""
     late: str
-    """What follows the noun phrase in the warning about a rank that has not come for a minute."""
+    """The rest of the warning about a rank that has not come for a minute, behind the noun phrase."""
     remedy: str = ""
     """Sentences on what to do about a difference."""
     every_time: bool = False

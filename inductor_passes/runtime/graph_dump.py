@@ -7,6 +7,7 @@ TorchInductor generated is written by the first run in any case.
 
 import base64
 import json
+import logging
 import zlib
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from torch.fx import Graph, Node
 
 from inductor_passes.collectives import FQNS
 from inductor_passes.torch_compat.inductor import running_code
+
+log = logging.getLogger("simplefsdp")
 
 DUMP_NAMES = {
     "joint": ("01_joint_before_identify", "02_joint_after_identify"),
@@ -58,11 +61,18 @@ class Report:
         self.write_text(f"{step}.txt", render_graph(graph))
 
     def write_text(self, name: str, text: str) -> None:
-        """Write ``text`` to ``<folder>/<name>``."""
+        """Write ``text`` to ``<folder>/<name>``; where that fails, warn and write no more files.
+
+        An error on the one rank that writes would leave the others waiting for it.
+        """
         self._texts[name] = text
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / name).write_text(text)
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / name).write_text(text)
+            except OSError as error:
+                log.warning("option 'report_dir': no report is written to %s: %s", self.folder, error)
+                self.folder = None
 
     def text(self, name: str) -> str | None:
         """Return the text that was written as ``name``, or ``None``."""

@@ -11,6 +11,7 @@ from simplefsdp.analysis.html_report import write_html_report
 from simplefsdp.analysis.measurement import Measurement
 from simplefsdp.analysis.prediction import StepCosts
 from simplefsdp.plan.bucket_plan import BucketPlan
+from simplefsdp.text.json_fields import read_file
 from simplefsdp.text.units import gib, ms
 
 
@@ -18,7 +19,7 @@ def read(folder: str | Path) -> dict[Path, Explanation]:
     """Return the explanation of each graph in a report, by its folder.
 
     Raises:
-        ValueError: there is none, or it was made without a profile.
+        ValueError: there is none, it was made without a profile, or one of its files is not what was written.
     """
     root = Path(folder)
     graphs = sorted(path.parent for path in (*root.glob("plan.json"), *root.glob("*/plan.json")))
@@ -28,10 +29,15 @@ def read(folder: str | Path) -> dict[Path, Explanation]:
     for graph in graphs:
         if not (graph / "costs.json").exists():
             raise ValueError(f"{graph}: no costs.json: compiled without a profile, so nothing was predicted")
-        costs = StepCosts.from_json((graph / "costs.json").read_text())
+        costs = read_file(graph / "costs.json", "costs", StepCosts.from_json)
         measured = graph / "measurement.json"
-        measurement = Measurement.from_json(measured.read_text()) if measured.exists() else None
-        found[graph] = explain(BucketPlan.load(graph / "plan.json"), costs, measurement)
+        measurement = read_file(measured, "measurement", Measurement.from_json) if measured.exists() else None
+        plan = BucketPlan.load(graph / "plan.json")
+        try:
+            found[graph] = explain(plan, costs, measurement)
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+            files = "plan.json, costs.json and measurement.json are not of one compilation"
+            raise ValueError(f"{graph}: {files}, or were edited: {type(error).__name__}: {error}") from error
     return found
 
 

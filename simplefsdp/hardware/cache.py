@@ -5,12 +5,15 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from filelock import FileLock
 from platformdirs import user_cache_path
+
+from simplefsdp.hardware.profile import load_profile
 
 log = logging.getLogger("simplefsdp")
 
@@ -19,10 +22,22 @@ _VERSION = 2
 
 
 def cached_profile_path(device: torch.device, ranks: int) -> Path | None:
-    """Return the file of the profile that ``torchrun -m simplefsdp calibrate`` measured here with so many ranks, or
-    ``None``."""
+    """Return the file of the profile that ``torchrun -m simplefsdp calibrate`` measured here with so many ranks.
+
+    ``None``: there is none, or the file is not a profile; it is then set aside, with a warning.
+    """
     path = cache_path(device, ranks)
-    return path if ranks > 1 and path.exists() else None
+    if ranks == 1 or not path.exists():
+        return None
+    try:
+        load_profile(path)
+    except ValueError as error:
+        aside = path.with_suffix(".invalid")
+        with suppress(OSError):  # another rank may have done it
+            path.replace(aside)
+        log.warning("calibrate: the cached profile is not valid and was moved to %s: %s", aside, error)
+        return None
+    return path
 
 
 def measure_on_first_use(device: torch.device, ranks: int) -> Path | None:

@@ -5,6 +5,7 @@ A ``BucketPlan`` is exact, hashed, and saved as JSON; ``grouping.py`` makes one 
 
 import hashlib
 import json
+import logging
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 
 from inductor_passes.scheduling.issue_points import Bucket, check_points
 from simplefsdp.text.messages import fqn_range, unknown
+
+log = logging.getLogger("simplefsdp")
 
 _VERSION = 2
 _DIRECTIONS = ("forward", "backward", "reductions")
@@ -74,18 +77,26 @@ class BucketPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> "BucketPlan":
-        """Return the plan in a file that ``save`` wrote, edited or not.
+        """Return the plan in a file that ``save`` wrote, edited or not; a warning says that it was edited.
 
         Raises:
-            ValueError: the file is no JSON, of another version, or a field is missing or wrong; names the field.
+            ValueError: the file cannot be read, is no JSON, of another version, or a field is missing or wrong; names
+                the file and the field.
         """
-        return cls.from_json(Path(path).read_text(), str(path))
+        try:
+            text = Path(path).read_text()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"plan file {path}: {type(error).__name__}: {error}") from error
+        plan = cls.from_json(text, str(path))
+        if (written := json.loads(text).get("hash", plan.hash)) != plan.hash:
+            log.warning("%s: edited since it was saved: hash %s, now %s", path, written, plan.hash)
+        return plan
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> "BucketPlan":
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: not JSON: {error}") from None
         return _parsed(data, where)
 
@@ -191,13 +202,13 @@ def _parsed(data: Any, where: str) -> BucketPlan:
     parameters = data.get("parameters")
     need(isinstance(parameters, dict), "parameters", "an object of shapes", parameters)
     for fqn, shape in parameters.items():
-        right = isinstance(shape, list) and all(isinstance(n, int) and n >= 0 for n in shape)
+        right = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
         need(right, f"parameters.{fqn}", "a list of sizes", shape)
 
     def fqns(found: Any, field: str) -> tuple[str, ...]:
         need(isinstance(found, list), field, "a list of FQNs", found)
         for fqn in found:
-            need(fqn in parameters, field, "FQNs of parameters", fqn)
+            need(isinstance(fqn, str) and fqn in parameters, field, "FQNs of parameters", fqn)
         need(len(set(found)) == len(found), field, "each FQN once", found)
         return tuple(found)
 
@@ -215,7 +226,8 @@ def _parsed(data: Any, where: str) -> BucketPlan:
             need(bool(members), f"{field}.parameters", "at least one FQN", [])
             for point in _POINTS:
                 value = bucket.get(point)
-                need(value is None or value in parameters, f"{field}.{point}", "an FQN of a parameter, or null", value)
+                known_point = value is None or (isinstance(value, str) and value in parameters)
+                need(known_point, f"{field}.{point}", "an FQN of a parameter, or null", value)
             issue, wait, all_reduce = (bucket.get(point) for point in ("issue", "wait", "all_reduce_after"))
             result.append(Bucket(members, issue, wait, all_reduce, i))
         fqns([fqn for bucket in result for fqn in bucket.fqns], direction)

@@ -1,4 +1,4 @@
-"""Dataclasses from JSON files, with errors that name the file and the field."""
+"""Objects from JSON files, with errors that name the file and, in files that people write, the field."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -12,18 +12,23 @@ T = TypeVar("T")
 
 
 def read_json(path: str | Path, what: str, make: Callable[[Any], T]) -> T:
-    """Return what ``make`` makes of the JSON in a file.
+    """Return the object that ``make`` makes of the JSON in a file; errors as of ``read_file``."""
+    return read_file(path, what, lambda text: make(json.loads(text)))
+
+
+def read_file(path: str | Path, what: str, parse: Callable[[str], T]) -> T:
+    """Return the object that ``parse`` makes of the text of a file.
 
     Args:
         what: the kind of file, for errors: ``"profile"``.
-        make: raises ``ValueError`` that names the field that is not valid.
+        parse: may raise whatever comes of a text that this library did not write, nested however deep.
 
     Raises:
-        ValueError: the file cannot be read, is no JSON, or ``make`` refuses it; names the kind of file and the path.
+        ValueError: the file cannot be read or parsed; names the kind of file and the path.
     """
     try:
-        return make(json.loads(Path(path).read_text()))
-    except (OSError, ValueError) as error:
+        return parse(Path(path).read_text())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{what} file {path}: {type(error).__name__}: {error}") from error
 
 
