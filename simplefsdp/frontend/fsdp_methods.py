@@ -51,9 +51,10 @@ class FSDPMethods:
         ``True`` comes before the last micro-batch's backward: that backward reduces the accumulated gradients, once,
         and adds them to ``param.grad``. Compiled code reduces them in the buckets of its plan. In eager mode, and if
         the last forward ran before the switch, they are reduced together at the end of that backward, with nothing to
-        hide under. An optimizer that steps without that backward raises. If this method is called between forward and
-        backward of an activation checkpoint that is not compiled itself, around what ``torch.compile`` returned, torch
-        raises a CheckpointError.
+        hide under. An optimizer that steps, and ``clip_grad_norm_``, raise while a gradient of theirs has been
+        accumulated and not reduced. ``zero_grad()`` clears ``param.grad`` and leaves what was accumulated. If this
+        method is called between forward and backward of an activation checkpoint that is not compiled itself, around
+        what ``torch.compile`` returned, torch raises a CheckpointError.
 
         Full gradients are accumulated in ``reduce_dtype``, apart from ``param.grad``, and take the memory of the whole
         parameters. Code is compiled once for ``False``, and once for the last backward.

@@ -15,6 +15,7 @@ of its own.
 """
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -75,6 +76,8 @@ def begin_accumulation(found: list[ShardedAttribute]) -> None:
             ending.forget(each.proxy)
         each.ending.pop(each.name, None)
         proxies[id(each.param)] = each.proxies[each.name] = proxies.get(id(each.param), _proxy(each))
+        _accumulated[each.param] = each.proxies[each.name]
+    _check_optimizers()
 
 
 def reduce_in_next_backward(found: list[ShardedAttribute]) -> None:
@@ -101,7 +104,6 @@ class _LastBackward:
             if each.param.requires_grad:
                 offer(proxy)
                 hooks.append(each.param.register_post_accumulate_grad_hook(functools.partial(_received, proxy)))
-        self.optimizers = register_optimizer_step_pre_hook(self._refuse)
         for each, proxy in self.found:
             _endings[proxy] = self
             if each.param.requires_grad:
@@ -113,8 +115,6 @@ class _LastBackward:
         for hook in self.hooks.pop(id(proxy)):
             hook.remove()
         withdraw(proxy)
-        if not self.found:
-            self.optimizers.remove()
 
     def _came(self, _proxy: Tensor) -> None:
         after_backward(self._finish)  # each time: a backward that raises calls none of them
@@ -125,6 +125,7 @@ class _LastBackward:
             each.proxies.pop(each.name, None)
             each.ending.pop(each.name, None)
             _endings.pop(proxy, None)
+            _accumulated.pop(each.param, None)
         for _, proxy in ended:
             self.forget(proxy)
         _reduce(ended)
@@ -132,19 +133,34 @@ class _LastBackward:
             if proxy.requires_grad:
                 proxy.register_post_accumulate_grad_hook(functools.partial(_reduce_late, each))
 
-    def _refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        steps = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for each, proxy in self.found:
+
+_endings: Any = WeakTensorKeyDictionary()
+"""The last backward that each proxy waits for."""
+
+_accumulated: Any = WeakTensorKeyDictionary()
+"""The proxy of each parameter whose gradients are added up."""
+
+
+def check_reduced(parameters: Iterable[Any]) -> None:
+    """Raise ``RuntimeError`` if the gradient of one of these parameters was added up and has not been reduced."""
+    for param in parameters if _accumulated else ():
+        if (proxy := _accumulated.get(param)) is not None:
             restore(proxy)
-            if proxy.grad is not None and id(each.param) in steps:
+            if proxy.grad is not None:
                 raise RuntimeError(
-                    f"{each.info.fqn}: its gradient was added up and never reduced; "
+                    f"{param.simple_fsdp_info.fqn}: its gradient was added up and never reduced; "
                     "set_requires_gradient_sync(True) comes before the last backward, not after it"
                 )
 
 
-_endings: Any = WeakTensorKeyDictionary()
-"""The last backward that each proxy waits for."""
+@functools.cache
+def _check_optimizers() -> None:
+    """Let every optimizer of this process call ``check_reduced`` before each step."""
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        check_reduced(param for group in optimizer.param_groups for param in group["params"])
+
+    register_optimizer_step_pre_hook(check)
 
 
 def _proxy(each: ShardedAttribute) -> Tensor:

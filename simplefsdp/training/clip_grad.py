@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.nn.utils import get_total_norm
 
 from inductor_passes.torch_compat.dtensor import local_tensor
+from simplefsdp.frontend.gradient_accumulation import check_reduced
 
 _Groups = tuple[dist.ProcessGroup, ...]
 
@@ -44,14 +45,15 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: ``norm_type`` is not positive, or a gradient is a sum that was not reduced (``Partial``).
-        RuntimeError: ``error_if_nonfinite``, and the norm is not finite; ``foreach``, and the device has no such
-            kernels.
+        RuntimeError: a gradient was added up and has not been reduced (``set_requires_gradient_sync(False)``);
+            ``error_if_nonfinite``, and the norm is not finite; ``foreach``, and the device has no such kernels.
     """
     if not (norm_type := float(norm_type)) > 0:
         raise ValueError(f"norm_type: expected a positive number or infinity, found {norm_type}")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not parameters:
         return torch.tensor(0.0)
+    check_reduced(parameters)
     layout = functools.cache(_sharded_over)  # the same few for all
     found: dict[_Groups, list[Tensor]] = defaultdict(list)
     for param in parameters:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from simplefsdp import register_fsdp_forward_method, simple_fsdp
+from simplefsdp import clip_grad_norm_, register_fsdp_forward_method, simple_fsdp
 from simplefsdp.frontend.fsdp_methods import FSDPMethods
 from tests import graphs, zoo
 from tests.compare import EVERY_LOWERING, assert_same, lowered, vectors, whole
@@ -286,10 +286,13 @@ def _ends_once(lowering: str) -> None:
 
     model.set_requires_gradient_sync(False)
     forward(vectors(0, rank)).square().mean().backward()
-    optimizer.step()  # of nothing
-    model.set_requires_gradient_sync(True)
-    with pytest.raises(RuntimeError, match=r"0\.weight: its gradient was added up and never reduced"):
-        optimizer.step()
+    for step in (optimizer.step, lambda: clip_grad_norm_(model.parameters(), 1.0)):
+        for sync in (False, True):
+            model.set_requires_gradient_sync(sync)
+            with pytest.raises(RuntimeError, match=r"0\.weight: its gradient was added up and never reduced"):
+                step()
+    other = nn.Linear(2, 2)
+    torch.optim.SGD(other.parameters(), lr=0.1).step()  # of other parameters
     # It goes on, and what this forward made is still to come when it ends.
     model.set_requires_gradient_sync(False)
     later = forward(vectors(1, rank)).square().mean()
