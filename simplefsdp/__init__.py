@@ -4,19 +4,26 @@
 
     model = simple_fsdp(model)
     model = torch.compile(model, backend="simplefsdp")
+
+[Note: import when used]
+``import simplefsdp`` imports nothing: torch's compiler alone takes seconds, which no command that prints a help text
+should spend. The first access to a name below imports its module, and the one that registers the backend.
 """
 
-from simplefsdp.analysis.measurement import Measurement
-from simplefsdp.analysis.measuring import measure
-from simplefsdp.api import simple_fsdp
-from simplefsdp.compile import backend as backend  # importing it registers the torch.compile backend
-from simplefsdp.frontend.initialization import sharded_init
-from simplefsdp.frontend.parametrization import register_fsdp_forward_method
-from simplefsdp.hardware.profile import HardwareProfile
-from simplefsdp.plan.bucket_plan import BucketPlan
-from simplefsdp.plan.grouping import manual_plan
-from simplefsdp.training.clip_grad import clip_grad_norm_
-from simplefsdp.training.optimizers import step_on_shards
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from simplefsdp.analysis.measurement import Measurement
+    from simplefsdp.analysis.measuring import measure
+    from simplefsdp.api import simple_fsdp
+    from simplefsdp.frontend.initialization import sharded_init
+    from simplefsdp.frontend.parametrization import register_fsdp_forward_method
+    from simplefsdp.hardware.profile import HardwareProfile
+    from simplefsdp.plan.bucket_plan import BucketPlan
+    from simplefsdp.plan.grouping import manual_plan
+    from simplefsdp.training.clip_grad import clip_grad_norm_
+    from simplefsdp.training.optimizers import step_on_shards
 
 __all__ = [
     "BucketPlan",
@@ -30,3 +37,30 @@ __all__ = [
     "simple_fsdp",
     "step_on_shards",
 ]
+
+_MODULES = {
+    "BucketPlan": "plan.bucket_plan",
+    "HardwareProfile": "hardware.profile",
+    "Measurement": "analysis.measurement",
+    "clip_grad_norm_": "training.clip_grad",
+    "manual_plan": "plan.grouping",
+    "measure": "analysis.measuring",
+    "register_fsdp_forward_method": "frontend.parametrization",
+    "sharded_init": "frontend.initialization",
+    "simple_fsdp": "api",
+    "step_on_shards": "training.optimizers",
+}
+"""The module of each public name."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    importlib.import_module(f"{__name__}.compile.backend")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

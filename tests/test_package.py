@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import simplefsdp
+from simplefsdp.cli import main as cli
+
 ROOT = Path(__file__).parents[1]
 
 _IMPORT_ALL = """
@@ -123,6 +126,26 @@ def test_modules_import_nothing_but_the_packages_of_install_requires():
             if path.name == "cuda.py":
                 needed -= {"triton"}  # comes with torch's CUDA builds; imported on a GPU only
             assert not needed, f"{path.relative_to(ROOT)} imports {needed}, which install_requires does not have"
+
+
+def test_importing_the_package_and_asking_for_help_imports_no_torch():
+    code = "import sys, simplefsdp, simplefsdp.cli.main as cli; cli.parser(()); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_every_public_name_is_found_and_registers_the_backend():
+    assert set(simplefsdp.__all__) == set(simplefsdp._MODULES)
+    assert set(simplefsdp.__all__) <= set(dir(simplefsdp))
+    assert all(getattr(simplefsdp, name).__module__.startswith("simplefsdp.") for name in simplefsdp.__all__)
+    assert "simplefsdp" in torch._dynamo.list_backends()
+    with pytest.raises(AttributeError, match="module 'simplefsdp' has no attribute 'simple_fdsp'"):
+        simplefsdp.simple_fdsp  # noqa: B018
+
+
+def test_the_help_of_the_command_says_what_the_modules_of_its_commands_say():
+    for name, summary in cli.COMMANDS.items():
+        assert cli._module(name).__doc__.split("\n")[0] == f"``simplefsdp {name}``: {summary}"
 
 
 def test_the_command_names_the_versions():

@@ -1,30 +1,46 @@
 """The command ``simplefsdp``."""
 
 import argparse
+import importlib
 import sys
+from collections.abc import Collection
 from importlib.metadata import version
+from typing import Any
 
-import torch
-
-from simplefsdp.cli import calibrate, explain, plan, rehearse
-
-COMMANDS = {"calibrate": calibrate, "explain": explain, "plan": plan, "rehearse": rehearse}
+COMMANDS = {
+    "calibrate": "measure this device, and under torchrun the network between its ranks.",
+    "explain": "a report as a screen of words, as JSON, as pictures, or against another one.",
+    "plan": "what a step on a cluster will take, and the plan for it, from a laptop.",
+    "rehearse": "time one rank of a cluster on this machine.",
+}
+"""A summary of each command; the module of the command, ``simplefsdp.cli.<command>``, is imported when it is used."""
 
 
 def main() -> None:
     """Run the command that ``sys.argv`` names; an argument that is not valid ends the process with a message."""
-    parser = argparse.ArgumentParser(prog="simplefsdp", description="Sharded training, scheduled by the compiler.")
-    versions = f"simplefsdp {version('simplefsdp')}, torch {torch.__version__}"
-    parser.add_argument("--version", action="version", version=versions)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, module in COMMANDS.items():
-        summary = (module.__doc__ or "").split("\n")[0].partition(": ")[2]
-        module.add_arguments(commands.add_parser(name, help=summary, description=module.__doc__))
-    args = parser.parse_args()
+    args = parser([word for word in sys.argv[1:2] if word in COMMANDS]).parse_args()
     try:
-        COMMANDS[args.command].run(args)
+        _module(args.command).run(args)
     except ValueError as error:
         sys.exit(f"simplefsdp {args.command}: {error}")
+
+
+def parser(commands: Collection[str]) -> argparse.ArgumentParser:
+    """Return the parser of ``simplefsdp``, in which these commands have their arguments."""
+    result = argparse.ArgumentParser(prog="simplefsdp", description="Sharded training, scheduled by the compiler.")
+    versions = f"simplefsdp {version('simplefsdp')}, torch {version('torch')}"
+    result.add_argument("--version", action="version", version=versions)
+    subparsers = result.add_subparsers(dest="command", required=True)
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary)
+        if name in commands:
+            subparser.description = _module(name).__doc__
+            _module(name).add_arguments(subparser)
+    return result
+
+
+def _module(command: str) -> Any:
+    return importlib.import_module(f"simplefsdp.cli.{command}")
 
 
 if __name__ == "__main__":

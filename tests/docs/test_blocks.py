@@ -123,26 +123,10 @@ def test_a_block_with_a_rehearsal_runs_without_other_ranks(block: Block, tmp_pat
 
 @cache
 def _parser() -> argparse.ArgumentParser:
-    """The parser of the command ``simplefsdp``, without running the command."""
+    """The parser of the command ``simplefsdp`` with the arguments of all its commands."""
     from simplefsdp.cli import main
 
-    found: list[argparse.ArgumentParser] = []
-
-    class Stop(Exception):
-        pass
-
-    def keep(self: argparse.ArgumentParser, *_: Any) -> Any:
-        found.append(self)
-        raise Stop
-
-    original = argparse.ArgumentParser.parse_args
-    argparse.ArgumentParser.parse_args = keep  # type: ignore[method-assign,assignment]
-    try:
-        with contextlib.suppress(Stop):
-            main.main()
-    finally:
-        argparse.ArgumentParser.parse_args = original  # type: ignore[method-assign]
-    return found[0]
+    return main.parser(main.COMMANDS)
 
 
 def command_parsers() -> dict[str, argparse.ArgumentParser]:
