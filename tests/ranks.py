@@ -25,7 +25,9 @@ from tests.models import PROFILE
 DEADLINE_S = 240
 METHOD = "forkserver"
 """Processes start from one that has imported what all need, and done nothing with it."""
-multiprocessing.set_forkserver_preload(["simplefsdp", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
+multiprocessing.set_forkserver_preload(
+    ["simplefsdp.compile.backend", "simplefsdp.analysis.measuring", "torch.distributed.checkpoint"]
+)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
