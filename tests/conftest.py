@@ -1,3 +1,4 @@
+import gc
 import os
 import tempfile
 import time
@@ -11,6 +12,7 @@ import torch
 from tests.ranks import Ranks, fake_group
 
 torch.set_num_threads(1)
+gc.set_threshold(50_000, 20, 20)  # tracing makes many objects and little garbage
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What was calibrated on this machine would change what plan="auto" is. Processes of tests inherit it.
 _cache = tempfile.TemporaryDirectory()
@@ -23,15 +25,19 @@ _LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "skip slow tests that would start later than this; -rs lists them"
-    parser.addoption("--slow-until", type=float, metavar="SECONDS", help=text)
+    text = "skip slow tests, and those on real ranks, that would start later than this; -rs lists them"
+    parser.addoption("--long-until", type=float, metavar="SECONDS", help=text)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a slow test for which no time is left."""
-    limit = item.config.getoption("--slow-until")
-    if limit and item.get_closest_marker("slow") and time.monotonic() - _STARTED > limit:
-        pytest.skip(f"slow, and the {limit:.0f} s of --slow-until have passed")
+    """Skip a test that takes long and for which no time is left."""
+    limit = item.config.getoption("--long-until")
+    if (
+        limit
+        and time.monotonic() - _STARTED > limit
+        and {"slow", "ranks"} & {mark.name for mark in item.iter_markers()}
+    ):
+        pytest.skip(f"takes long, and the {limit:.0f} s of --long-until have passed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,6 @@
 """Real ranks for tests: processes with a gloo group that live as long as a test module."""
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -159,6 +160,7 @@ class _Failure:
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    gc.set_threshold(50_000, 20, 20)  # as in conftest.py
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while True:
         try:

@@ -81,7 +81,7 @@ def _run_snippet(text: str, name: str, folder: str) -> dict[str, str]:
     from simplefsdp.models.llama import LlamaConfig
     from tests.models import tiny_llama
 
-    model = tiny_llama()
+    model = tiny_llama(layers=2)
     shape = model.tok_embeddings.weight.shape
     config = LlamaConfig(dim=36, layers=1, heads=6, kv_heads=2, ffn_dim=50, vocab_size=30, max_seq_len=32)
     scope: dict[str, Any] = {"torch": torch, "model": model, "config": config}
