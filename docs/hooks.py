@@ -45,11 +45,10 @@ def public_names_table() -> str:
 def public_names() -> list[tuple[str, str, str]]:
     """Name, module and the first sentence of the docstring of all that ``simplefsdp.__all__`` lists."""
     tree = ast.parse((ROOT / "simplefsdp/__init__.py").read_text())
-    modules = {
-        alias.name: node.module for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
+    (found,) = (ast.literal_eval(node.value) for node in tree.body if _assigns(node, "_MODULES"))
+    modules = {name: f"simplefsdp.{module}" for name, module in found.items()}
     (names,) = (ast.literal_eval(node.value) for node in tree.body if _assigns(node, "__all__"))
-    return [(name, str(modules[name]), _first_sentence(str(modules[name]), name)) for name in names]
+    return [(name, modules[name], _first_sentence(modules[name], name)) for name in names]
 
 
 def layers_table() -> str:
