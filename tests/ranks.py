@@ -168,6 +168,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
         except EOFError:
             return
         torch._dynamo.reset()
+        torch.manual_seed(0)  # models that are not seeded are the same on all ranks
         try:
             result = fn(*args)
         except BaseException:

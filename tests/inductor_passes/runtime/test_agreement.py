@@ -31,6 +31,7 @@ PLANTED = {
 
 def program(kind: str, odd: bool, mesh: Any = None, **options: Any) -> Any:
     """A compiled model; on the odd rank something of this kind is another."""
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 7 if kind == "model" and odd else 8))
     model[1].bias.requires_grad_(not (kind == "frozen" and odd))
     plan: Any = "none" if kind == "plan" and odd else "block"
@@ -39,7 +40,8 @@ def program(kind: str, odd: bool, mesh: Any = None, **options: Any) -> Any:
     options = {"plan": plan, "lower_with": "aot_eager", **options}
     if kind == "option":
         options["inductor"] = {"epilogue_fusion": odd}
-    return torch.compile(simple_fsdp(model, mesh), backend="simplefsdp", options=options)
+    model = simple_fsdp(model, mesh, check_initial_weights=kind != "model")
+    return torch.compile(model, backend="simplefsdp", options=options)
 
 
 def what_is_said(kind: str, odd: bool, mesh: Any = None, **options: Any) -> str:
