@@ -1,4 +1,3 @@
-import gc
 import os
 import tempfile
 import time
@@ -7,12 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-import torch
 
-from tests.ranks import Ranks, fake_group
+from tests.ranks import Ranks, be_frugal, fake_group
 
-torch.set_num_threads(1)
-gc.set_threshold(50_000, 20, 20)  # tracing makes many objects and little garbage
+be_frugal()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What was calibrated on this machine would change what plan="auto" is. Processes of tests inherit it.
 _cache = tempfile.TemporaryDirectory()

@@ -32,6 +32,12 @@ multiprocessing.set_forkserver_preload(
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+def be_frugal() -> None:
+    """Leave the other core to others, and look for garbage seldom: tracing makes many objects and little garbage."""
+    torch.set_num_threads(1)
+    gc.set_threshold(50_000, 20, 20)
+
+
 def run(command: list[str]) -> str:
     """Run a command and return what it prints. ``plan="auto"`` finds ``PROFILE``, instead of measuring for a minute."""
     with _profiles() as cache:
@@ -159,8 +165,7 @@ class _Failure:
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    gc.set_threshold(50_000, 20, 20)  # as in conftest.py
+    be_frugal()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while True:
         try:

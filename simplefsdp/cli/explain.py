@@ -11,7 +11,7 @@ from simplefsdp.analysis.html_report import write_html_report
 from simplefsdp.analysis.measurement import Measurement
 from simplefsdp.analysis.prediction import StepCosts
 from simplefsdp.plan.bucket_plan import BucketPlan
-from simplefsdp.text.json_fields import read_file
+from simplefsdp.text.json_fields import MALFORMED, read_file
 from simplefsdp.text.units import gib, ms
 
 
@@ -35,7 +35,7 @@ def read(folder: str | Path) -> dict[Path, Explanation]:
         plan = BucketPlan.load(graph / "plan.json")
         try:
             found[graph] = explain(plan, costs, measurement)
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        except MALFORMED as error:
             files = "plan.json, costs.json and measurement.json are not of one compilation"
             raise ValueError(f"{graph}: {files}, or were edited: {type(error).__name__}: {error}") from error
     return found

@@ -44,8 +44,8 @@ def simplefsdp(
     parsed = parse_options(options)
     _refuse_changed_weights(gm, example_inputs)
     if torch.is_grad_enabled():  # Dynamo also traces the call of the model, which would have compared them.
-        infos = [info for value in example_inputs if (info := getattr(value, "simple_fsdp_info", None)) is not None]
-        for model in {info.model: None for info in infos if info.model.initial_weights}:
+        infos = (getattr(value, "simple_fsdp_info", None) for value in example_inputs)
+        for model in dict.fromkeys(info.model for info in infos if info is not None):
             compare_initial_weights(model)
     passes = Passes(compilation_context(example_inputs, parsed, [node.name for node in gm.graph.nodes]))
     if parsed.lower_with == "aot_eager":

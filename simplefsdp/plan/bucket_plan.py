@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from inductor_passes.scheduling.issue_points import Bucket, check_points
+from simplefsdp.text.json_fields import read_file
 from simplefsdp.text.messages import fqn_range, unknown
 
 log = logging.getLogger("simplefsdp")
@@ -83,22 +84,15 @@ class BucketPlan:
             ValueError: the file cannot be read, is no JSON, of another version, or a field is missing or wrong; names
                 the file and the field.
         """
-        try:
-            text = Path(path).read_text()
-        except (OSError, ValueError) as error:
-            raise ValueError(f"plan file {path}: {type(error).__name__}: {error}") from error
-        plan = cls.from_json(text, str(path))
-        if (written := json.loads(text).get("hash", plan.hash)) != plan.hash:
+        data = _decoded(read_file(path, "plan", str), str(path))
+        plan = _parsed(data, str(path))
+        if (written := data.get("hash", plan.hash)) != plan.hash:
             log.warning("%s: edited since it was saved: hash %s, now %s", path, written, plan.hash)
         return plan
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> "BucketPlan":
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: not JSON: {error}") from None
-        return _parsed(data, where)
+        return _parsed(_decoded(text, where), where)
 
     def _json(self) -> str:
         return json.dumps(self._fields(), sort_keys=True)
@@ -186,6 +180,13 @@ def _reduction_points(bucket: Bucket) -> str:
     issue = "issued when complete" if own else f"issued when that of {bucket.issue} is there"
     all_reduce = f", all-reduced {before(bucket.all_reduce_after)}" if bucket.all_reduce_after else ""
     return f"{issue}{all_reduce}, awaited {before(bucket.wait)}"
+
+
+def _decoded(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON: {error}") from None
 
 
 def _parsed(data: Any, where: str) -> BucketPlan:

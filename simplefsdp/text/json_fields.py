@@ -10,6 +10,9 @@ from simplefsdp.text.messages import unknown
 
 T = TypeVar("T")
 
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""Errors of code that reads a file which this library did not write, or did not write like this."""
+
 
 def read_json(path: str | Path, what: str, make: Callable[[Any], T]) -> T:
     """Return the object that ``make`` makes of the JSON in a file; errors as of ``read_file``."""
@@ -28,7 +31,7 @@ def read_file(path: str | Path, what: str, parse: Callable[[str], T]) -> T:
     """
     try:
         return parse(Path(path).read_text())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (OSError, *MALFORMED) as error:
         raise ValueError(f"{what} file {path}: {type(error).__name__}: {error}") from error
 
 

@@ -44,7 +44,7 @@ def _bitwise(
 
 @pytest.mark.parametrize(
     ("lowering", "policy"),
-    [*(("block", policy) for policy in POLICIES), ("eager", "bf16"), ("none", "bf16")],
+    [*(("block", policy) for policy in POLICIES), ("eager", "fp32"), ("eager", "bf16"), ("none", "bf16")],
 )
 def test_training_on_two_ranks_is_bitwise_fsdp2(two_ranks: Ranks, lowering: str, policy: str) -> None:
     options = None if lowering == "eager" else {"lower_with": "aot_eager", "plan": lowering}
