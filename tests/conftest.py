@@ -22,7 +22,7 @@ _LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "skip slow tests, and those on real ranks, that would start later than this; -rs lists them"
+    text = "skip, and list, slow tests and tests on real ranks that would start later than this"
     parser.addoption("--long-until", type=float, metavar="SECONDS", help=text)
 
 
@@ -68,7 +68,10 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say how many tests were left out, by folder."""
+    """Say how many tests were left out, by folder, and for which ones no time was left."""
+    for report in terminalreporter.stats.get("skipped", []):
+        if "--long-until" in str(report.longrepr):
+            terminalreporter.write_line(f"no time was left: {report.nodeid}")
     if left_out := config.stash.get(_LEFT_OUT, None):
         folders = ", ".join(f"{folder} {count}" for folder, count in sorted(left_out.items()))
         terminalreporter.write_line(f"left out: {left_out.total()} tests ({folders}); make test-all runs all of them")
