@@ -8,16 +8,25 @@
     grad_0 - [cast] - [pad] - reduce_scatter - wait -> ...     grad_0 -+                                 +- view -> ...
     grad_1 - [cast] - [pad] - reduce_scatter - wait -> ... ==> grad_1 -+- pack - reduce_scatter - wait - +- view -> ...
 
+In a bucket of the form ``"grouped"`` members keep their own memory, and nothing is copied but what is cast or padded::
+
+    shard_0 - [prepare] -+                    +- wait -> ...       grad_0 -+                        +- wait -> ...
+    shard_1 - [prepare] -+- all_gather_group -+- wait -> ...       grad_1 -+- reduce_scatter_group -+- wait -> ...
+
+Gradients that must be cast, padded, divided or made contiguous are packed, and their buffer is one more member of the
+group. A gather of several dtypes, an all-reduce, and a reduce-scatter that an all-reduce follows are always packed.
+
 All-reduces, also those that follow a reduce-scatter, are merged in the same way. Packing order is the bucket's own:
 rank r's part of the buffer holds member 0's rows of rank r, then member 1's, as in FSDP2; ``ops/pack.py`` has the
-operators. A bucket is carried out by one collective for all members that are alike: of one process group and, for
-reductions, one dtype, operator and all-reduce that follows. A member that the graph does not gather (or reduce) is left
-out, and a collective that stays alone is not touched.
+operators. A bucket is carried out by one collective or group for all members that are alike: of one process group and,
+for reductions, one dtype, operator and all-reduce that follows. A member that the graph does not gather (or reduce) is
+left out, and a collective that stays alone is not touched.
 """
 
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -27,19 +36,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from inductor_passes.collectives import (
+    ALL_GATHER_GROUP,
     ALL_REDUCE,
     BUCKET,
     FQNS,
     REDUCE_SCATTER,
+    REDUCE_SCATTER_GROUP,
     WAIT,
     Collective,
     before_cast_and_pad,
     erase_unused_chain,
     gathers,
+    groups,
     reductions,
     source_chain,
 )
-from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS, UNPACK_WEIGHTS
+from inductor_passes.fusion import can_be_reduced_in_place, is_fused_cast
+from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS, PREPARE_SHARDS, UNPACK_WEIGHTS
 from inductor_passes.rounding import ROUNDED_TO
 from inductor_passes.scheduling.issue_points import Bucket, PlanError
 from inductor_passes.torch_compat.fx import stable_topological_sort
@@ -96,6 +109,7 @@ def _let_none_work_in_place_on_the_input_of_another(graph: Graph) -> None:
     """
     found = reductions(graph)
     inputs = Counter(_storage(collective.input) for collective in found)
+    inputs.update(_storage(node) for group in groups(graph) for node in group.all_input_nodes)
     for collective in found:
         if collective.node.target is ALL_REDUCE and inputs[_storage(collective.input)] > 1:
             with graph.inserting_before(collective.node):
@@ -110,7 +124,9 @@ def _storage(node: Node) -> StorageWeakRef:
 def _fqns(graph: Graph) -> Counter[tuple[str, bool]]:
     """Return the FQNs of all gathers, and of all reductions."""
     found = {False: gathers(graph), True: reductions(graph)}
-    return Counter((fqn, reduces) for reduces, of in found.items() for collective in of for fqn in collective.fqns)
+    fqns = Counter((fqn, reduces) for reduces, of in found.items() for collective in of for fqn in collective.fqns)
+    fqns.update((fqn, node.target is REDUCE_SCATTER_GROUP) for node in groups(graph) for fqn in node.meta[FQNS])
+    return fqns
 
 
 def _members(found: list[Collective], kind: Callable[[Collective], Any]) -> list[list[Collective]]:
@@ -129,6 +145,11 @@ def _members(found: list[Collective], kind: Callable[[Collective], Any]) -> list
     return merged
 
 
+def _bucket_of(member: Collective) -> Bucket:
+    bucket: Bucket = member.node.meta[BUCKET]
+    return bucket
+
+
 def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
     first = min(member.node for member in members)
     shards = [before_cast_and_pad(member.input) for member in members]
@@ -139,6 +160,11 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
     ranks, group = members[0].options
     numels = [_val(member.input).numel() for member in members]
     dtypes = [_val(member.input).dtype for member in members]
+    if _bucket_of(members[0]).form == "grouped" and len(set(dtypes)) == 1:
+        with graph.inserting_before(first):
+            inputs = _prepared(members, shards, numels, dtypes)
+            _replace(members, _group(ALL_GATHER_GROUP, inputs, [(member,) for member in members]))
+        return
     with graph.inserting_before(first):
         packed = _call(PACK_SHARDS, shards, numels, dtypes)
         gathered = _collective(members[0].node, packed, members, ranks, group)
@@ -148,20 +174,69 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
 
 def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
     last = max(member.node for member in members)
-    results = [_val(member.node).numel() for member in members]
     ranks = members[0].options[1] if members[0].node.target is REDUCE_SCATTER else 1
     dtype = _val(members[0].input).dtype
+    own = [member for member in members if _bucket_of(member).form == "grouped" and can_be_reduced_in_place(member)]
+    rest = [member for member in members if member not in own]
     with graph.inserting_before(last):
-        divisor, inputs = _divided([member.input for member in members])
-        gradients = [_as_others(member, _gradient(node, ranks)) for member, node in zip(members, inputs, strict=True)]
-        reduced = _call(PACK_GRADIENTS, gradients, ranks, dtype, *([] if divisor is None else [divisor]))
+        if own:
+            inputs = [member.input for member in own]
+            parts: list[tuple[Collective, ...]] = [(member,) for member in own]
+            if rest:
+                inputs.append(_packed(rest, ranks, dtype))
+                parts.append(tuple(rest))
+            reduced = _group(REDUCE_SCATTER_GROUP, inputs, parts)
+            of_rest = _parts(reduced[-1], rest) if rest else []
+            _replace([*own, *rest], [*reduced[: len(own)], *of_rest])
+            return
+        packed = _packed(members, ranks, dtype)
         step: Collective | None = members[0]
         while step:
-            reduced = _collective(step.node, reduced, members, *step.options)
+            packed = _collective(step.node, packed, members, *step.options)
             step = step.all_reduce_after
-        offsets = [sum(results[:i]) for i in range(len(results))]
-        parts = zip(offsets, results, strict=True)
-        _replace(members, [_call(_aten.slice.Tensor, reduced, 0, start, start + n) for start, n in parts])
+        _replace(members, _parts(packed, members))
+
+
+def _packed(members: Sequence[Collective], ranks: int, dtype: torch.dtype) -> Node:
+    """Return a buffer of the members' gradients: what their reduction reads."""
+    divisor, inputs = _divided([member.input for member in members])
+    gradients = [_as_others(member, _gradient(node, ranks)) for member, node in zip(members, inputs, strict=True)]
+    if len({_val(gradient).dtype for gradient in gradients}) > 1:  # the kernel that packs them knows one cast
+        gradients = [
+            next((user for user in gradient.users if is_fused_cast(user) and _val(user).dtype is dtype), gradient)
+            for gradient in gradients
+        ]
+    return _call(PACK_GRADIENTS, gradients, ranks, dtype, *([] if divisor is None else [divisor]))
+
+
+def _parts(reduced: Node, members: Sequence[Collective]) -> list[Node]:
+    """Return each member's part of what their reduction has made of the packed gradients."""
+    ends = list(accumulate(_val(member.node).numel() for member in members))
+    return [_call(_aten.slice.Tensor, reduced, 0, start, end) for start, end in pairwise([0, *ends])]
+
+
+def _prepared(
+    members: Sequence[Collective], shards: Sequence[Node], numels: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> list[Node]:
+    """Return what a group of gathers reads: shards as they are where they need no cast and no padding."""
+    own = [i for i, member in enumerate(members) if member.input is not shards[i]]
+    inputs = [member.input for member in members]
+    if own:
+        prepared = _call(PREPARE_SHARDS, *([of[i] for i in own] for of in (shards, numels, dtypes)))
+        for place, i in enumerate(own):
+            inputs[i] = _call(operator.getitem, prepared, place)
+    return inputs
+
+
+def _group(target: Any, inputs: list[Node], parts: Sequence[tuple[Collective, ...]]) -> list[Node]:
+    """Insert a group of collectives, one for each part of the members, and return the waits for them."""
+    like = parts[0][0]
+    issued = _call(target, inputs, *like.options)
+    results = [_call(operator.getitem, issued, i) for i in range(len(parts))]
+    for node, members in ((issued, chain(*parts)), *zip(results, parts, strict=True)):
+        node.meta[FQNS] = tuple(fqn for member in members for fqn in member.fqns)
+        node.meta[BUCKET] = _bucket_of(like)
+    return [_call(WAIT, result) for result in results]
 
 
 def _divided(inputs: list[Node]) -> tuple[float | None, list[Node]]:
@@ -188,14 +263,14 @@ def _gradient(node: Node, ranks: int) -> Node:
     return source if [-(-shape[0] // ranks) * ranks, *shape[1:]] == list(padded) else node
 
 
-def _collective(like: Node, packed: Node, members: list[Collective], *options: object) -> Node:
+def _collective(like: Node, packed: Node, members: Sequence[Collective], *options: object) -> Node:
     node = _call(like.target, packed, *options)
     node.meta[FQNS] = tuple(fqn for member in members for fqn in member.fqns)
     node.meta[BUCKET] = like.meta[BUCKET]
     return _call(WAIT, node)
 
 
-def _replace(members: list[Collective], results: list[Node]) -> None:
+def _replace(members: Sequence[Collective], results: Sequence[Node]) -> None:
     views = [_view(result, list(_val(member.node).shape)) for member, result in zip(members, results, strict=True)]
     for member, view in zip(members, views, strict=True):
         member.result.replace_all_uses_with(view)

@@ -35,6 +35,10 @@ ALL_GATHER = _c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 ALL_REDUCE = _c10d.all_reduce.default
 REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
+ALL_GATHER_GROUP = _c10d.all_gather_into_tensor_coalesced.default
+REDUCE_SCATTER_GROUP = _c10d.reduce_scatter_tensor_coalesced.default
+GROUPS = (ALL_GATHER_GROUP, REDUCE_SCATTER_GROUP)
+"""Collectives that are issued together; they return a list, of which each tensor is awaited."""
 WAIT = _c10d.wait_tensor.default
 
 CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
@@ -108,18 +112,26 @@ class Collective:
 
 
 def gathers(graph: Graph) -> list[Collective]:
-    """Return the marked all-gathers, in graph order."""
+    """Return the marked all-gathers that are not part of a group, in graph order."""
     return [Collective(node.meta[FQNS], node, _wait_of(node)) for node in _marked(graph, ALL_GATHER)]
 
 
 def reductions(graph: Graph) -> list[Collective]:
-    """Return the marked reductions, in graph order; an all-reduce of another's result is part of that reduction."""
+    """Return the marked reductions that are not part of a group, in graph order.
+
+    An all-reduce of another's result is part of that reduction.
+    """
     found: dict[Node, Collective] = {}
     for node in reversed(_marked(graph, *REDUCTIONS)):
         wait = _wait_of(node)
         following = [found.pop(user) for user in wait.users if user in found]
         found[node] = Collective(node.meta[FQNS], node, wait, following[0] if following else None)
     return list(found.values())[::-1]
+
+
+def groups(graph: Graph) -> list[Node]:
+    """Return the marked groups of collectives, in graph order."""
+    return _marked(graph, *GROUPS)
 
 
 def identify(graph: Graph, params: Mapping[int, GraphParameter]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from inductor_passes.collectives import FQNS, WAIT
+from inductor_passes.collectives import FQNS, GROUPS, WAIT
 from inductor_passes.ops.pack import PACK_GRADIENTS, UNPACK_WEIGHTS
 from inductor_passes.order import check_order, order
 from inductor_passes.runtime.agreement import AGREE
@@ -184,8 +184,9 @@ def _fx_node(kernel: Any) -> Node | None:
     ir = inductor_ir()
     if isinstance(kernel, ir.MultiOutput):
         unpack = _origin(kernel.inputs[0], UNPACK_WEIGHTS)
-        if unpack:
-            return next((n for n in unpack.users if n.args[1] == kernel.indices[-1][1]), None)
+        several = unpack or next((n for n in kernel.inputs[0].origins if n.target in GROUPS), None)
+        if several:
+            return next((n for n in several.users if n.args[1] == kernel.indices[-1][1]), None)
         return _origin(kernel.inputs[0], PACK_GRADIENTS)
     if isinstance(kernel, ir._WaitKernel):
         return _origin(kernel, WAIT)

@@ -1,5 +1,8 @@
 """The copies that a bucket costs: operators that put its members into one buffer and take them out again.
 
+A bucket of the form ``"grouped"`` has no buffer: its shards are cast and padded by ``prepare_shards`` where they need
+it, and nothing else is copied.
+
 ::
 
     rank r's part of a gather's buffer:   | shard 0 | 0 | shard 1 | 0 | ...       padded to the same size on every rank
@@ -42,6 +45,24 @@ def pack_shards(shards: Sequence[Tensor], numels: Sequence[int], dtypes: Sequenc
         parts.append(part[:used].view(dtype).view(shard.shape))
     torch._foreach_copy_(parts, list(shards))
     return buffer
+
+
+def prepare_shards(shards: Sequence[Tensor], numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Return what this rank sends to a group of gathers: each shard, cast to its dtype and contiguous.
+
+    A shard with fewer elements than its number is padded with zeros, (numel,); others keep their shape.
+    """
+    out, parts = [], []
+    for shard, numel, dtype in zip(shards, numels, as_dtypes(dtypes), strict=True):
+        if shard.numel() == numel:
+            out.append(shard.new_empty(shard.shape, dtype=dtype))
+            parts.append(out[-1])
+        else:
+            out.append(shard.new_empty(numel, dtype=dtype))
+            out[-1][shard.numel() :].zero_()
+            parts.append(out[-1][: shard.numel()].view(shard.shape))
+    torch._foreach_copy_(parts, list(shards))
+    return out
 
 
 def unpack_weights(buffer: Tensor, ranks: int, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
@@ -114,6 +135,7 @@ def _sizes(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
 
 _SCHEMAS = {
     pack_shards: "(Tensor[] shards, int[] numels, ScalarType[] dtypes) -> Tensor",
+    prepare_shards: "(Tensor[] shards, int[] numels, ScalarType[] dtypes) -> Tensor[]",
     unpack_weights: "(Tensor buffer, int ranks, int[] numels, ScalarType[] dtypes) -> Tensor[]",
     pack_gradients: "(Tensor[] gradients, int ranks, ScalarType dtype, float divisor=1.0) -> Tensor",
 }
@@ -123,5 +145,6 @@ for _function, _schema in _SCHEMAS.items():
     LIBRARY.impl(_function.__name__, _function, "CompositeExplicitAutograd")
 
 PACK_SHARDS = torch.ops.simplefsdp.pack_shards.default
+PREPARE_SHARDS = torch.ops.simplefsdp.prepare_shards.default
 UNPACK_WEIGHTS = torch.ops.simplefsdp.unpack_weights.default
 PACK_GRADIENTS = torch.ops.simplefsdp.pack_gradients.default

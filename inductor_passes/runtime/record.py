@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
@@ -28,7 +27,7 @@ class RecordedCollective(NamedTuple):
     """Name of the functional operator, without the mark of in-place operators: ``"all_gather_into_tensor"``."""
     group: str
     about: str
-    """Dtype, elements of the input, options."""
+    """Dtype and elements of each input, options."""
     nbytes: int
     """Bytes of the whole tensors: a gather's output, other collectives' input."""
     fqns: tuple[str, ...]
@@ -138,9 +137,9 @@ def awaited_collective(wait: Node) -> Node:
 
 def _issued(node: Node) -> RecordedCollective:
     name = collective_name(node)
-    inputs = [source.meta["val"] for source in node.all_input_nodes if isinstance(source.meta["val"], Tensor)]
+    inputs = [source.meta["val"] for source in tree_leaves(node.args) if isinstance(source, Node)]
     whole = tree_leaves(node.meta["val"]) if name.startswith("all_gather") else inputs
-    dtype = str(inputs[0].dtype).removeprefix("torch.")
-    about = f"{dtype}[{inputs[0].numel()}] {' '.join(map(str, node.args[1:-1]))}"
+    tensors = (f"{value.dtype}[{value.numel()}]".removeprefix("torch.") for value in inputs)
+    about = " ".join([*tensors, *map(str, node.args[1:-1])])
     nbytes = sum(size_hint(value.numel()) * value.itemsize for value in whole)
     return RecordedCollective(name, str(node.args[-1]), about, nbytes, tuple(node.meta.get(FQNS, ())))

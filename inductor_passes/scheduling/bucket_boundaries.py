@@ -7,6 +7,7 @@ cut. For gathers alone, issued as soon as the channel is free, that is exact, bu
 holds up.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -87,10 +88,12 @@ def _last_buckets(chain: Sequence[_Use]) -> Iterator[tuple[float, float, int]]:
         sums[use.kind] = count + 1, nbytes + use.nbytes
         channel = overhead = 0.0
         for kind, (count, nbytes) in sums.items():
+            more = math.inf if kind.member_s is None else (count - 1) * kind.member_s
+            copies = nbytes * kind.copy_s_per_byte if count > 1 else 0.0
             channel += max(
                 kind.seconds(nbytes), kind.all_reduce_after.seconds(nbytes) if kind.all_reduce_after else 0.0
-            )
-            overhead += kind.issue_s + (nbytes * kind.copy_s_per_byte if count > 1 else 0.0)
+            ) + (more if more < copies else 0.0)
+            overhead += kind.issue_s + (0.0 if more < copies else copies)
         found.append((channel, overhead, sum(nbytes for _, nbytes in sums.values())))
     return reversed(found)
 

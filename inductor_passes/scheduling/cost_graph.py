@@ -26,6 +26,8 @@ class CollectiveKind(NamedTuple):
     """Compute time that is lost, besides, for each byte of the whole tensor: compute is slower meanwhile."""
     all_reduce_after: "CollectiveKind | None" = None
     """The kind of the all-reduce that follows a reduce-scatter, per byte of the same tensor."""
+    member_s: float | None = None
+    """Seconds that each member of a group takes on the channel beyond the first; ``None``: nothing is grouped."""
     name: str = ""
     """A name that tells apart kinds that cost the same but cannot be merged."""
 
@@ -43,7 +45,9 @@ class Gather(NamedTuple):
     last_use_slot: int
     """The last step that reads the weight; the number of steps if the weight outlives the graph."""
     prepared: int = 0
-    """Bytes of the cast or padded copy of the shard that is gathered alone; 0 if the shard is gathered as it is."""
+    """Bytes of the cast or padded copy of the shard that is gathered unpacked; 0 if the shard is gathered as it is."""
+    dtype: str = ""
+    """Dtype in which the weight is gathered; only gathers of one dtype can be a group."""
 
 
 class Reduction(NamedTuple):
@@ -62,6 +66,8 @@ class Reduction(NamedTuple):
 
     in_memory_before: bool = False
     """Whether the gradient is made in memory that is part of the graph's live bytes until ``ready_slot``."""
+    in_place: bool = False
+    """Whether a group of reductions can read the gradient where it lies, so that nothing is packed."""
 
     @property
     def gradient_bytes(self) -> int:

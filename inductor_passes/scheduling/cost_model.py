@@ -8,7 +8,6 @@ the model's own, but coalesced ones, take their time where they are issued, as i
 """
 
 import math
-import operator
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -32,12 +31,13 @@ from inductor_passes.collectives import (
     is_deterministic,
     reductions,
 )
+from inductor_passes.fusion import can_be_reduced_in_place, is_fused, is_view, storage_of
 from inductor_passes.ops.accumulate import ADD_UP
 from inductor_passes.ops.offload import TO_DEVICE, TO_HOST
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 from inductor_passes.scheduling.memory import live_bytes
 from inductor_passes.scheduling.order_items import compute_positions, graph_items
-from inductor_passes.torch_compat.distributed import group_ranks
+from inductor_passes.torch_compat.distributed import group_ranks, issues_groups
 from inductor_passes.torch_compat.fx import size_hint
 
 _aten = torch.ops.aten
@@ -64,6 +64,10 @@ class DeviceProfile(Protocol):
 
     def compute_s(self, kind: str, dtype: torch.dtype, flops: float) -> float:
         """Return the seconds of one ``"matmul"`` or ``"attention"`` with so many operations."""
+
+    @property
+    def member_s(self) -> float | None:
+        """Seconds that each member of a group of collectives takes beyond the first; ``None``: not known."""
 
     def memory_s(self, nbytes: float) -> float:
         """Return the seconds of a kernel that reads and writes so many bytes."""
@@ -132,11 +136,11 @@ def _regions(graph: Graph) -> dict[Node, Node]:
     depth: dict[Node, int] = {}  # matmuls, the model's own collectives and the like on the way here
     for node in graph.nodes:
         inside = [depth[source] for source in node.all_input_nodes]
-        alone = (_computes(node) and not _is_fused(node)) or bool(_own_collective(node))
+        alone = (_computes(node) and not is_fused(node)) or bool(_own_collective(node))
         ours = _communicates(node) and not _own_collective(node.all_input_nodes[0] if node.target is WAIT else node)
         depth[node] = 0 if ours else max(inside, default=0) + alone
     for node in reversed(graph.nodes):  # what is only needed later is computed there
-        if node.users and all(_is_view(n) or _is_fused(n) for n in (node, *node.users)):
+        if node.users and all(is_view(n) or is_fused(n) for n in (node, *node.users)):
             depth[node] = min(depth[user] for user in node.users)
     first: dict[Node, Node] = {}
 
@@ -146,7 +150,7 @@ def _regions(graph: Graph) -> dict[Node, Node]:
         return node
 
     for node in graph.nodes:
-        if _is_fused(node):
+        if _computes(node) and is_fused(node):
             first[node] = node
             for source in _sources(node):
                 if source in first and depth[source] == depth[node]:
@@ -192,7 +196,7 @@ def _communicates(node: Node) -> bool:
 
 
 def _computes(node: Node) -> bool:
-    return node.op == "call_function" and bool(_tensors(node)) and not _communicates(node) and not _is_view(node)
+    return node.op == "call_function" and bool(_tensors(node)) and not _communicates(node) and not is_view(node)
 
 
 def _own_collective(node: Node) -> str:
@@ -210,37 +214,6 @@ _OWN = {
 }
 
 
-def _is_view(node: Node) -> bool:
-    """Return whether a node's value is part of an input's memory."""
-    if node.target in (operator.getitem, WAIT):
-        return True
-    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
-    return any(value.alias_info and not value.alias_info.is_write for value in returns)
-
-
-def _is_fused(node: Node) -> bool:
-    if not _computes(node) or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    tags = node.target.tags
-    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags or node.target._overloadpacket in _FUSED
-
-
-_FUSED = (
-    _aten.cat,
-    _aten.clone,
-    _aten.constant_pad_nd,
-    _aten.copy,
-    _aten.embedding,
-    _aten.full,
-    _aten.gather,
-    _aten.index,
-    _aten.arange,
-    _aten._to_copy,
-    _aten.where,
-    torch.ops.prims.convert_element_type,
-    torch.ops.prims.iota,
-)
-"""Operators that Inductor fuses although torch's tags do not say so."""
 _PICKS = (_aten.embedding, _aten.index, _aten.gather)
 """Operators that read no more of their first input than they return."""
 
@@ -262,17 +235,10 @@ def _sources(node: Node) -> list[Node]:
     return list(dict.fromkeys(map(storage_of, node.all_input_nodes)))
 
 
-def storage_of(node: Node) -> Node:
-    """Return the node whose memory ``node`` is a view of; ``node`` itself, if it is no view."""
-    while _is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
 def _users(node: Node) -> Iterator[Node]:
     """Yield the nodes that read a node's memory, also through views."""
     for user in node.users:
-        if _is_view(user):
+        if is_view(user):
             yield from _users(user)
         else:
             yield user
@@ -362,7 +328,10 @@ def cost_graph_of(
         # Where rows do not divide, only some ranks pad theirs, but all must agree.
         uneven = any(user.target is _aten.slice.Tensor for user in gather.wait.users)
         prepared = _nbytes(gather.input) if uneven or storage_of(gather.input).op != "placeholder" else 0
-        gathered[fqn] = Gather(fqn, kinds.of_gather(gather), nbytes, slot[at.first_use_slot[fqn]], last, prepared)
+        dtype = str(gather.input.meta["val"].dtype)
+        gathered[fqn] = Gather(
+            fqn, kinds.of_gather(gather), nbytes, slot[at.first_use_slot[fqn]], last, prepared, dtype
+        )
     reduced = [
         Reduction(
             reduction.fqns[0],
@@ -372,6 +341,7 @@ def cost_graph_of(
             0 if _leaves_the_device(reduction.result) else _nbytes(reduction.node),
             copied_from.get(reduction.node),
             bool(_changed_in_place(storage_of(reduction.input))),
+            can_be_reduced_in_place(reduction),
         )
         for reduction in reductions(graph)
     ]
@@ -430,4 +400,5 @@ class _Kinds(NamedTuple):
         copy = 2 * profile.memory_s(_COPIED) / _COPIED
         issue = profile.collective_launch_s + profile.contention * alpha
         lost = profile.contention * rate + profile.collective_s_per_byte / parts
-        return CollectiveKind(group, alpha, rate, issue, copy, 1 / len(ranks), lost, all_reduce_after, name)
+        member = profile.member_s if issues_groups(group) else None
+        return CollectiveKind(group, alpha, rate, issue, copy, 1 / len(ranks), lost, all_reduce_after, member, name)

@@ -17,7 +17,7 @@ To issue or await collectives elsewhere, change these functions and nothing else
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from inductor_passes.scheduling.cost_graph import CostGraph
 
@@ -26,8 +26,13 @@ class PlanError(RuntimeError):
     """The plan cannot be carried out on this graph."""
 
 
+Form = Literal["packed", "grouped"]
+"""How a bucket moves its members. ``"packed"``: they are copied into one buffer for one collective, and out of it.
+``"grouped"``: a collective for each, from and into memory of its own, issued together as one group."""
+
+
 class Bucket(NamedTuple):
-    """Parameters whose gather or reduction is one collective, and when that collective is issued and awaited.
+    """Parameters whose gather or reduction is one transfer, and when that transfer is issued and awaited.
 
     A point names a parameter by its FQN. In a graph that does not use this parameter, an issue point means the start of
     the graph and a wait point its end.
@@ -47,6 +52,7 @@ class Bucket(NamedTuple):
     parameter is issued; ``None``: at the end of the graph."""
     position: int = 0
     """Number among the plan's buckets of its direction. Actions due at the same point happen in this order."""
+    form: Form = "packed"
 
 
 class ScheduledBucket(NamedTuple):
@@ -59,6 +65,8 @@ class ScheduledBucket(NamedTuple):
     """For a reduction, the number of steps plus one means the end, behind all slots."""
     all_reduce_slot: int = -1
     """The slot in which a reduce-scatter is awaited and its all-reduce issued; -1: no all-reduce follows."""
+    form: Form | None = None
+    """``None``: the form that takes less time (``bucket_form.py``)."""
 
 
 class Schedule(NamedTuple):
@@ -246,14 +254,15 @@ def schedule_of(graph: CostGraph, gathers: Iterable[Bucket], reductions: Iterabl
     for bucket in gathers:
         members = tuple(sorted(number[fqn] for fqn in bucket.fqns if fqn in number))
         if members:
-            gathered.append(ScheduledBucket(members, *gather_slots(bucket, first_use)))
+            gathered.append(ScheduledBucket(members, *gather_slots(bucket, first_use), form=bucket.form))
     ready = {reduction.fqn: reduction.ready_slot for reduction in graph.reductions}
     number = {reduction.fqn: i for i, reduction in enumerate(graph.reductions)}
     reducing = [bucket for bucket in reductions if not ready.keys().isdisjoint(bucket.fqns)]
     reduced = []
     for bucket, (issue, all_reduce, wait) in zip(reducing, reduction_slots(reducing, ready, end), strict=True):
         members = tuple(sorted(number[fqn] for fqn in bucket.fqns if fqn in number))
-        reduced.append(ScheduledBucket(members, issue, wait, all_reduce if graph.has_all_reduce(members) else -1))
+        all_reduce = all_reduce if graph.has_all_reduce(members) else -1
+        reduced.append(ScheduledBucket(members, issue, wait, all_reduce, bucket.form))
     return Schedule(tuple(sorted(gathered, key=lambda scheduled: scheduled.issue_slot)), tuple(reduced))
 
 
@@ -261,6 +270,8 @@ def buckets_of(
     graph: CostGraph, schedule: Schedule, position: Mapping[str, int]
 ) -> tuple[tuple[Bucket, ...], tuple[Bucket, ...]]:
     """Return gather and reduction buckets that have the slots of ``schedule``: the inverse of ``schedule_of``.
+
+    All are packed; ``with_cheapest_forms`` (``bucket_form.py``) gives them other forms.
 
     Args:
         schedule: its slots are among those that a plan can name (``gather_issue_slots`` and its neighbours).
@@ -282,7 +293,7 @@ def buckets_of(
     reductions = []
     for i, (scheduled, fqns_made) in enumerate(zip(schedule.reductions, reduced, strict=True)):
         _, wait, all_reduce = (
-            fqns_made[0] if slot == scheduled.issue_slot else issued.get(slot) for slot in scheduled[1:]
+            fqns_made[0] if slot == scheduled.issue_slot else issued.get(slot) for slot in scheduled[1:4]
         )
         packed = tuple(sorted(fqns_made, key=position.__getitem__))
         has_all_reduce = scheduled.all_reduce_slot >= 0

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, cast
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from inductor_passes.collectives import ALL_GATHER, BUCKET, FQNS, WAIT
+from inductor_passes.collectives import ALL_GATHER, ALL_GATHER_GROUP, BUCKET, FQNS, GROUPS, WAIT
 from inductor_passes.ops.pack import PACK_GRADIENTS, UNPACK_WEIGHTS
 from inductor_passes.scheduling.issue_points import Bucket
 
@@ -68,13 +68,15 @@ def order_item(node: Node, plain: OrderItem, sources: Sequence[int]) -> OrderIte
         return plain._replace(weights=(_source(_source(_source(node))).meta[FQNS][cast(int, node.args[1])],))
     if node.target is PACK_GRADIENTS:
         reduction = next(iter(node.users))
-        fqns = reduction.meta[FQNS]
+        fqns = dict(parts_of(reduction))[node] if reduction.target in GROUPS else reduction.meta[FQNS]
         gradients = tuple(zip(sources, fqns, strict=True)) if sources else ()
         return plain._replace(kind="pack", fqns=fqns, bucket=reduction.meta.get(BUCKET), gradients=gradients)
     collective = _source(node) if node.target is WAIT else node
     if FQNS not in collective.meta:
         return plain
     fqns = collective.meta[FQNS]
+    if node.target in GROUPS or collective.target is operator.getitem:
+        return _item_of_group(node, plain, sources)
     item = plain._replace(fqns=fqns, bucket=collective.meta.get(BUCKET))
     if collective.target is ALL_GATHER:
         if node is collective:
@@ -86,6 +88,27 @@ def order_item(node: Node, plain: OrderItem, sources: Sequence[int]) -> OrderIte
     if item.is_all_reduce_after or _source(node).target is PACK_GRADIENTS:
         return item._replace(kind="reduction")
     return item._replace(kind="reduction", gradients=((sources[0], fqns[0]),))
+
+
+def _item_of_group(node: Node, plain: OrderItem, sources: Sequence[int]) -> OrderItem:
+    """Return the item of a group of collectives, of one of its results, or of the wait for a result."""
+    part = _source(node) if node.target is WAIT else node
+    group = _source(part) if part.target is operator.getitem else part
+    gathers = group.target is ALL_GATHER_GROUP
+    item = plain._replace(fqns=part.meta[FQNS], bucket=part.meta.get(BUCKET))
+    if node.target is WAIT:
+        return item._replace(kind="gathered", weights=item.fqns) if gathers else item._replace(kind="reduced")
+    if gathers:
+        return item._replace(kind="gather")
+    made = zip(sources, parts_of(group), strict=True) if node is group else ()
+    gradients = tuple((at, fqns[0]) for at, (source, fqns) in made if source.target is not PACK_GRADIENTS)
+    return item._replace(kind="reduction", gradients=gradients)
+
+
+def parts_of(group: Node) -> list[tuple[Node, tuple[str, ...]]]:
+    """Return the inputs of a group of collectives and the FQNs of each."""
+    fqns = {cast(int, result.args[1]): result.meta[FQNS] for result in group.users}
+    return [(source, fqns[i]) for i, source in enumerate(cast(Sequence[Node], group.args[0]))]
 
 
 def is_all_reduce_after(reduction: Node) -> bool:

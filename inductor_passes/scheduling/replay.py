@@ -10,8 +10,8 @@ issued and awaited where ``issue_points.py`` says, as ``order.py`` does it. Coll
 after the other, in the order of their issue. The memory of a gathered weight is in use from the gather's issue until
 the last step that reads the weight, what was packed for the gather until the gather is awaited, a gradient from the
 step that makes it until its reduction is issued, and the reduction's input from there until the reduction is awaited. A
-bucket of several members is packed and unpacked by copies, which take compute time and, while they run, as many bytes
-again.
+bucket of several members that is not grouped is packed and unpacked by copies, which take compute time and, while they
+run, as many bytes again.
 """
 
 import math
@@ -19,11 +19,18 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from inductor_passes.scheduling import issue_points
+from inductor_passes.scheduling.bucket_form import (
+    are_grouped,
+    by_kind,
+    cheapest_gather_form,
+    cheapest_reduction_form,
+    reduced_in_place,
+)
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
-from inductor_passes.scheduling.issue_points import Schedule
+from inductor_passes.scheduling.issue_points import Form, Schedule
 
 
 class CollectiveSpan(NamedTuple):
@@ -41,6 +48,10 @@ class CollectiveSpan(NamedTuple):
     """When the wait for the collective began; infinite: not yet. The wait ends when the collective has finished."""
     held: int = 0
     """Bytes of packed or prepared shards that are in use until the collective has finished."""
+    copied: int = 0
+    """Bytes of weights that are copied out of the collective's buffer once it is awaited."""
+    parts: int = 1
+    """Number of collectives; several are a group."""
 
     @property
     def exposed(self) -> float:
@@ -96,34 +107,45 @@ class Replay:
                 self.alive += reduction.nbytes
         self.alive += self._ready[0]
 
-    def issue_gathers(self, members: Iterable[int]) -> list[CollectiveSpan]:
+    def issue_gathers(self, members: Iterable[int], form: Form | None = None) -> list[CollectiveSpan]:
+        gathers = [self.graph.gathers[i] for i in members]
+        form = form or cheapest_gather_form(gathers)
         spans = []
-        for kind, mergeable in _by_kind(self.graph.gathers[i] for i in members).items():
+        for kind, mergeable in by_kind(gathers).items():
             nbytes = sum(gather.nbytes for gather in mergeable)
-            held = round(nbytes * kind.shard) if len(mergeable) > 1 else mergeable[0].prepared
+            grouped = form == "grouped" and are_grouped(mergeable)
+            packed = len(mergeable) > 1 and not grouped
+            held = round(nbytes * kind.shard) if packed else sum(gather.prepared for gather in mergeable)
             self.clock += held * kind.copy_s_per_byte
             self._use(held + nbytes)
-            spans.append(self._issue("gather", kind, tuple(gather.fqn for gather in mergeable), nbytes, held))
+            fqns = tuple(gather.fqn for gather in mergeable)
+            parts = len(mergeable) if grouped else 1
+            spans.append(self._issue("gather", kind, fqns, nbytes, held, nbytes if packed else 0, parts))
         return spans
 
-    def issue_reductions(self, members: Iterable[int]) -> list[CollectiveSpan]:
+    def issue_reductions(self, members: Iterable[int], form: Form | None = None) -> list[CollectiveSpan]:
+        reductions = [self.graph.reductions[i] for i in members]
+        form = form or cheapest_reduction_form(reductions)
         spans = []
-        for kind, mergeable in _by_kind(self.graph.reductions[i] for i in members).items():
+        for kind, mergeable in by_kind(reductions).items():
             nbytes = sum(reduction.nbytes for reduction in mergeable)
-            if len(mergeable) > 1:
-                self._copy(kind, nbytes)
+            own = reduced_in_place(mergeable) if form == "grouped" else []
+            if len(mergeable) > len(own) and len(mergeable) > 1:
+                self._copy(kind, nbytes - sum(reduction.nbytes for reduction in own))
             elif mergeable[0].copied_from is not None:
                 self._note(nbytes)
             self.alive += nbytes - sum(reduction.gradient_bytes for reduction in mergeable)
             self._use(sum(reduction.result for reduction in mergeable))
-            spans.append(self._issue("reduce", kind, tuple(reduction.fqn for reduction in mergeable), nbytes))
+            fqns = tuple(reduction.fqn for reduction in mergeable)
+            parts = len(own) + (len(mergeable) > len(own)) if own else 1
+            spans.append(self._issue("reduce", kind, fqns, nbytes, parts=parts))
         return spans
 
     def await_gather(self, span: CollectiveSpan) -> None:
         self._wait(span)
         self.alive -= span.held
-        if len(span.fqns) > 1:
-            self._copy(span.kind, span.nbytes)
+        if span.copied:
+            self._copy(span.kind, span.copied)
 
     def await_reduction(self, span: CollectiveSpan) -> CollectiveSpan | None:
         """Await a reduction; issue and return the all-reduce that follows, if there is one."""
@@ -153,12 +175,21 @@ class Replay:
         return Timeline(self.clock, self.exposed, max(memory), tuple(self._starts), memory, tuple(self._spans))
 
     def _issue(
-        self, what: str, kind: CollectiveKind, fqns: tuple[str, ...], nbytes: int, held: int = 0
+        self,
+        what: str,
+        kind: CollectiveKind,
+        fqns: tuple[str, ...],
+        nbytes: int,
+        held: int = 0,
+        copied: int = 0,
+        parts: int = 1,
     ) -> CollectiveSpan:
         self.clock += kind.issue_s + nbytes * kind.issue_s_per_byte
         started = max(self.clock, self.free.get(kind.channel, 0.0))
-        finished = self.free[kind.channel] = started + kind.seconds(nbytes)
-        return CollectiveSpan(what, kind, fqns, nbytes, self.clock, started, finished, held=held)
+        finished = self.free[kind.channel] = started + kind.seconds(nbytes) + (parts - 1) * (kind.member_s or 0.0)
+        return CollectiveSpan(
+            what, kind, fqns, nbytes, self.clock, started, finished, held=held, copied=copied, parts=parts
+        )
 
     def _wait(self, span: CollectiveSpan) -> None:
         self._spans.append(span._replace(awaited=self.clock))
@@ -179,13 +210,6 @@ class Replay:
         )
 
 
-def _by_kind(members: Iterable[Any]) -> dict[CollectiveKind, list[Any]]:
-    mergeable: dict[CollectiveKind, list[Any]] = {}
-    for member in members:
-        mergeable.setdefault(member.kind, []).append(member)
-    return mergeable
-
-
 def replay(graph: CostGraph, schedule: Schedule) -> Timeline:
     """Return what ``schedule`` takes on ``graph`` if every step and collective takes its predicted time."""
     run = Replay(graph)
@@ -197,12 +221,12 @@ def replay(graph: CostGraph, schedule: Schedule) -> Timeline:
             run.advance()
         match action:
             case _Action.ISSUE_GATHER:
-                gathering[i] = run.issue_gathers(schedule.gathers[i].members)
+                gathering[i] = run.issue_gathers(schedule.gathers[i].members, schedule.gathers[i].form)
             case _Action.AWAIT_GATHER:
                 for span in gathering[i]:
                     run.await_gather(span)
             case _Action.ISSUE_REDUCTION:
-                reducing[i] = run.issue_reductions(schedule.reductions[i].members)
+                reducing[i] = run.issue_reductions(schedule.reductions[i].members, schedule.reductions[i].form)
             case _Action.ALL_REDUCE:
                 reducing[i] = [
                     run.await_reduction(span) or span if span.kind.all_reduce_after else span for span in reducing[i]
@@ -231,10 +255,10 @@ class _Action(IntEnum):
 def _actions(schedule: Schedule) -> Iterator[tuple[issue_points.ActionKey, _Action, int]]:
     """Yield all actions of a schedule with their keys, and the position of each action's bucket."""
     key, phase = issue_points.action_key, issue_points.Phase
-    for i, (_, issue, wait, _) in enumerate(schedule.gathers):
+    for i, (_, issue, wait, *_) in enumerate(schedule.gathers):
         yield key(phase.GATHER_ISSUE, issue, issue, i), _Action.ISSUE_GATHER, i
         yield key(phase.GATHER_WAIT, max(issue, wait), issue, i), _Action.AWAIT_GATHER, i
-    for i, (_, issue, wait, all_reduce) in enumerate(schedule.reductions):
+    for i, (_, issue, wait, all_reduce, _) in enumerate(schedule.reductions):
         yield key(phase.REDUCTION_ISSUE, issue, issue, i), _Action.ISSUE_REDUCTION, i
         yield key(phase.REDUCTION_WAIT, max(issue, wait), issue, i), _Action.AWAIT_REDUCTION, i
         if all_reduce >= 0:

@@ -408,7 +408,7 @@ def _after_waits(run: Replay, gathering: Iterable[tuple[int, list[CollectiveSpan
             break
         for span in spans:
             clock = max(clock, span.finished)
-            clock += span.nbytes * span.kind.copy_s_per_byte if len(span.fqns) > 1 else 0.0
+            clock += span.copied * span.kind.copy_s_per_byte
     return clock
 
 

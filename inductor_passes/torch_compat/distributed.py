@@ -10,6 +10,10 @@ OUT_FORMS_REACH_PYTHON_GROUPS = VERSION >= (2, 15)
 """Whether the out forms of functional collectives reach process groups in Python; before 2.15 they need C++."""
 
 
+GROUPING_NCCL = "nccl-legacy" if VERSION >= (2, 15) else "nccl"
+"""The backend of NCCL's that issues coalesced collectives as one group."""
+
+
 def default_store() -> Any:
     """Return the store that all ranks were initialised with."""
     return torch.distributed.distributed_c10d._get_default_store()
@@ -23,6 +27,19 @@ def group_ranks(name: str) -> list[int]:
 def is_single_process_group(name: str) -> bool:
     """Return whether this process alone plays one rank of many in the process group called ``name``."""
     return torch.distributed.get_backend(_group(name)) in ("fake", "rehearsal")
+
+
+def issues_groups(name: str) -> bool:
+    """Return whether the process group called ``name`` issues coalesced collectives together.
+
+    The NCCL backend that torch 2.15 made the default issues them one by one; ``GROUPING_NCCL`` issues them as one group
+    of NCCL's.
+    """
+    group = _group(name)
+    if "nccl" not in torch.distributed.get_backend(group):
+        return True
+    legacy = getattr(torch.distributed, "ProcessGroupNCCL", None)
+    return legacy is not None and isinstance(group._get_backend(torch.device("cuda")), legacy)
 
 
 def _group(name: str) -> Any:

@@ -1,21 +1,28 @@
-"""Measure the network between the ranks of this job: alpha and bandwidth of each kind of collective."""
+"""Measure the network between the ranks of this job: alpha and bandwidth of each kind of collective, and groups."""
 
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from inductor_passes.torch_compat.distributed import issues_groups
 from simplefsdp.hardware.profile import KINDS, Link, Network
 
 SIZES = tuple(1 << n for n in (12, 16, 18, 19, 20, 21, 22, 23))
 """Bytes of the whole tensors that are measured on CPU; on a GPU, where transfers are larger, sixteen times as many."""
+GROUPS = tuple(itertools.product((2, 8, 32), (1 << 16, 1 << 18, 1 << 20)))
+"""Members of the groups of all-gathers that are measured, and bytes of all of them; on a GPU sixteen times as many."""
 _LATE_S = 0.002
+_c10d = torch.ops._c10d_functional
+
+
+T = TypeVar("T")
 
 
 class GroupSweep(NamedTuple):
@@ -80,6 +87,35 @@ def sweep(group: dist.ProcessGroup, device: torch.device, repeats: int) -> Group
     return GroupSweep(group.size(), sizes, {kind: tuple(seconds) for kind, seconds in found.items()})
 
 
+def group_member_s(group: dist.ProcessGroup, device: torch.device, repeats: int) -> float | None:
+    """Return what each member of a group of all-gathers takes beyond the first: ``Network.member_s``.
+
+    Groups are compared with one collective of as many bytes, in turn; the result is a median and at least 0. ``None``:
+    this process group issues the members of a group one by one. All ranks of ``group`` must call this function.
+    """
+    if not issues_groups(group.group_name):
+        return None
+    factor = 16 if device.type == "cuda" else 1
+    found = []
+    for members, size in GROUPS:
+        numel = factor * size // (4 * group.size() * members)
+        shards, whole = torch.zeros(members, numel, device=device), torch.zeros(members * numel, device=device)
+        more = [_seconds([*shards], group, device) - _seconds([whole], group, device) for _ in range(repeats)]
+        found.append(statistics.median(more) / (members - 1))
+    return max(0.0, statistics.median(found))
+
+
+def _seconds(shards: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return what a group of all-gathers takes."""
+    dist.barrier(group)
+    _finish(device)
+    began = time.perf_counter()
+    for result in _c10d.all_gather_into_tensor_coalesced(shards, group.size(), group.group_name):
+        _c10d.wait_tensor(result)
+    _finish(device)
+    return time.perf_counter() - began
+
+
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -129,14 +165,15 @@ def measure_network(
         for level, found, share in (("inside", inside or between, 1), ("between", between or inside, ranks_per_node))
     }
     source = f"measured, {ranks} ranks on {device.type}, torch {torch.__version__}"
-    return Network("measured", source, ranks_per_node, ranks // ranks_per_node, **links), fits
+    nodes = ranks // ranks_per_node
+    member_s = _of_rank(ranks - 1, group_member_s(world, device, repeats))
+    return Network("measured", source, ranks_per_node, nodes, links["inside"], links["between"], member_s), fits
 
 
-def _of_rank(rank: int, found: GroupSweep) -> GroupSweep:
-    every: list[GroupSweep | None] = [None] * dist.get_world_size()
+def _of_rank(rank: int, found: T) -> T:
+    every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, found)
-    result = every[rank]
-    assert result is not None
+    result: T = every[rank]
     return result
 
 

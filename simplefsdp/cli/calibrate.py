@@ -82,6 +82,11 @@ def _lines(profile: HardwareProfile, fits: Mapping[str, Mapping[str, LinkFit]]) 
         f"a kernel: {1e6 * profile.launch_s:.1f} us, a collective: {1e6 * profile.collective_launch_s:.1f} us and "
         f"{1e12 * profile.collective_s_per_byte:.0f} us a MB, a parameter: {1e6 * profile.parameter_s:.1f} us a step"
     )
+    member_s = profile.network.member_s
+    if fits and member_s is None:
+        yield "groups of collectives: this backend issues their members one by one, so that buckets are packed"
+    elif fits and member_s is not None:
+        yield f"groups of collectives: {1e6 * member_s:.1f} us for each member beyond the first"
     for level, found in fits.items():
         for kind, (alpha, per_byte, error) in found.items():
             yield (

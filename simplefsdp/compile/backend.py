@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.registry import register_backend
+from torch._dynamo.backends.registry import list_backends, register_backend
 from torch.fx import Graph, GraphModule
 
 from inductor_passes.scheduling.cost_graph import CostGraph
@@ -36,7 +36,6 @@ from simplefsdp.hardware.profile import HardwareProfile
 log = logging.getLogger("simplefsdp")
 
 
-@register_backend(name="simplefsdp")
 def simplefsdp(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
@@ -205,3 +204,7 @@ def _refuse_changed_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> N
             key = node.args[1]
             names = [i.fqn for v in example_inputs if (i := getattr(v, "simple_fsdp_info", None)) and i.key == key]
             raise RuntimeError(CHANGED_WHILE_UNSHARDED.format(" or ".join(names)))
+
+
+if "simplefsdp" not in list_backends():  # the entry point has it where the package is installed
+    register_backend(simplefsdp, name="simplefsdp")

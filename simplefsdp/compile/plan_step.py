@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from inductor_passes.collectives import GraphParameter
+from inductor_passes.scheduling.bucket_form import with_cheapest_forms
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.issue_points import buckets_of, schedule_of
 from inductor_passes.scheduling.keep_unsharded import choose_unsharded
@@ -92,7 +93,7 @@ def plan_step(request: PlanRequest, step: StepToPlan, profile: HardwareProfile |
     elif isinstance(request, SearchRequest):
         plan = search_plan(request, step)
     else:
-        plan = resolve_plan(request.prefetch, step.buckets, step.uses, step.parameters, step.keep_unsharded)
+        plan = _block_or_manual(request.prefetch, step)
     if profile is None:
         return PlannedStep(plan, None, (), None)
     costs = step_costs(step.cost_graphs, step.state, profile, memory_limit(request, step.state.resident_bytes))
@@ -109,7 +110,7 @@ def search_plan(request: SearchRequest, step: StepToPlan) -> BucketPlan:
     """
     graphs, resident = step.cost_graphs, step.state.resident_bytes
     position = {fqn: i for i, (fqn, _) in enumerate(step.parameters)}
-    known = resolve_plan(BLOCK.prefetch, step.buckets, step.uses, step.parameters, step.keep_unsharded)
+    known = _block_or_manual(BLOCK.prefetch, step)
     limit = memory_limit(request, resident)
     minima = [least_memory_schedule(graph) for graph in graphs]
     least = max(schedules.timeline.peak for schedules in minima)
@@ -140,7 +141,20 @@ def search_plan(request: SearchRequest, step: StepToPlan) -> BucketPlan:
     (forward, _), (backward, reductions) = (
         buckets_of(graph, best.schedule, position) for graph, best in zip(graphs, schedules, strict=True)
     )
-    return BucketPlan(forward, backward, reductions, step.keep_unsharded, step.parameters)
+    return _with_forms(BucketPlan(forward, backward, reductions, step.keep_unsharded, step.parameters), graphs)
+
+
+def _block_or_manual(prefetch: int, step: StepToPlan) -> BucketPlan:
+    """Return the plan for the buckets of a request, each in the form that is the cheapest; packed without a profile."""
+    plan = resolve_plan(prefetch, step.buckets, step.uses, step.parameters, step.keep_unsharded)
+    return _with_forms(plan, step.cost_graphs) if step.cost_graphs else plan
+
+
+def _with_forms(plan: BucketPlan, graphs: Sequence[CostGraph]) -> BucketPlan:
+    """Return ``plan`` with each bucket in the form that takes the least time on a forward and a backward graph."""
+    forward, _ = with_cheapest_forms(graphs[0], plan.forward, ())
+    backward, reductions = with_cheapest_forms(graphs[1], plan.backward, plan.reductions)
+    return replace(plan, forward=forward, backward=backward, reductions=reductions)
 
 
 def reshard_decision(chosen: Reshard, fqn: str, plan: PlanRequest | None) -> bool | None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from simplefsdp.text.json_fields import parse_fields, parse_plain, parse_values, read_json
+from simplefsdp.text.json_fields import parse_fields, parse_optional, parse_plain, parse_values, read_json
 from simplefsdp.text.messages import unknown
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
@@ -62,6 +62,9 @@ class Network:
     """Links between ranks of one node, by kind of collective (``KINDS``)."""
     between: Mapping[str, Link]
     """Links between nodes, for each rank: its own network card, or its share of the node's card."""
+    member_s: float | None = None
+    """Seconds that each member of a group of collectives (NCCL's ``ncclGroupStart`` to ``ncclGroupEnd``) takes beyond
+    the first, besides its bytes; ``None``: not known, and no bucket is grouped."""
 
     def __post_init__(self) -> None:
         for name in ("ranks_per_node", "nodes"):
@@ -80,6 +83,8 @@ class Network:
                 _positive(f"{where}.alpha_s", links[kind].alpha_s)
                 if links[kind].step_s != 0:
                     _positive(f"{where}.step_s", links[kind].step_s)
+        if self.member_s not in (None, 0):
+            _positive(f"network {self.name}: member_s", self.member_s)
 
     @property
     def ranks(self) -> int:
@@ -111,10 +116,18 @@ class Network:
         return self.inside[kind], self.between[kind], len(ranks), len(on_node), max(on_node.values())
 
 
-def flat(name: str, ranks: int, *, alpha_s: float, bandwidth_bytes_per_s: float, source: str = "as given") -> Network:
+def flat(
+    name: str,
+    ranks: int,
+    *,
+    alpha_s: float,
+    bandwidth_bytes_per_s: float,
+    member_s: float | None = None,
+    source: str = "as given",
+) -> Network:
     """Return a network on which all ranks are equal and alpha does not grow."""
     links = _each(Link(bandwidth_bytes_per_s, alpha_s))
-    return Network(name, source, ranks_per_node=1, nodes=ranks, inside=links, between=links)
+    return Network(name, source, ranks_per_node=1, nodes=ranks, inside=links, between=links, member_s=member_s)
 
 
 def _each(link: Link, **others: Link) -> Mapping[str, Link]:
@@ -158,7 +171,8 @@ def load(path: str | Path) -> Network:
 
 def _network(found: Any, where: str = "network") -> Network:
     links = parse_values(lambda link, at: parse_fields(Link, link, at, {}))
-    return parse_fields(Network, found, where, {"inside": links, "between": links})
+    parsers = {"inside": links, "between": links, "member_s": parse_optional}
+    return parse_fields(Network, found, where, parsers)
 
 
 def _nccl(name: str, nodes: int, source: str, inside: float, reducing: float, between: float, step: float) -> Network:
@@ -171,6 +185,7 @@ def _nccl(name: str, nodes: int, source: str, inside: float, reducing: float, be
         nodes=nodes,
         inside=_each(ring, all_reduce=Link(reducing * 1e9, 8.4e-6, 3.4e-6)),
         between=_each(Link(between * 1e9, 8.4e-6, step * 1e-6)),
+        member_s=5e-6,
     )
 
 
@@ -180,12 +195,12 @@ Inside a node: NCCL 2.2x all-gather and reduce-scatter 350 to 362 GB/s on 8 H100
 Gbit/s card (NVIDIA/nccl-tests#290); reduce-scatter of many nodes reached 345 to 260 GB/s a rank (NVIDIA/nccl#1229),
 where 8 cards here give 360. Latency: NCCL's constants for a ring with the simple protocol, 8.4 us, 3.4 us a step over
 NVLink and 14 us a step over the network (src/graph/tuning.cc, 2.28); single runs on 32 nodes showed more
-(NVIDIA/nccl#1218)."""
+(NVIDIA/nccl#1218). A further collective of a group: 5 us, assumed, not measured."""
 
 _CLOUD = """\
 8 A100 a node, 100 Gbit/s a node: 10 GB/s of it on 2 nodes (NVIDIA/nccl#235; less on more nodes), shared by 8 ranks.
 Inside 230 GB/s (Azure/AI-benchmarking-guide, ND A100 v4 all-reduce). A step over the network 35 us, from 8-byte
-all-reduces of 2 to 8 nodes of that kind (630 us on 8)."""
+all-reduces of 2 to 8 nodes of that kind (630 us on 8). A further collective of a group: 5 us, assumed, not measured."""
 
 _SCALED = "made up for runs on CPU, where a step takes about as much longer as this network is slower"
 
@@ -197,9 +212,9 @@ NETWORKS: Mapping[str, Network] = {
         _nccl("h100-16-nodes", 16, _H100, 360, 480, 45, 14),
         _nccl("h100-64-nodes", 64, _H100, 360, 480, 45, 14),
         _nccl("cloud-100g", 16, _CLOUD, 230, 230, 1.25, 35),
-        flat("cpu-latency", 64, alpha_s=200e-6, bandwidth_bytes_per_s=2e9, source=_SCALED),
-        flat("cpu-bandwidth", 8, alpha_s=50e-6, bandwidth_bytes_per_s=0.5e9, source=_SCALED),
-        flat("cpu-compute", 8, alpha_s=50e-6, bandwidth_bytes_per_s=4e9, source=_SCALED),
+        flat("cpu-latency", 64, alpha_s=200e-6, bandwidth_bytes_per_s=2e9, member_s=20e-6, source=_SCALED),
+        flat("cpu-bandwidth", 8, alpha_s=50e-6, bandwidth_bytes_per_s=0.5e9, member_s=20e-6, source=_SCALED),
+        flat("cpu-compute", 8, alpha_s=50e-6, bandwidth_bytes_per_s=4e9, member_s=20e-6, source=_SCALED),
         Network(
             "cpu-hybrid",
             _SCALED,
@@ -207,6 +222,7 @@ NETWORKS: Mapping[str, Network] = {
             nodes=4,
             inside=_each(Link(2e9, 50e-6)),
             between=_each(Link(0.25e9, 100e-6, 20e-6)),
+            member_s=20e-6,
         ),
     )
 }
@@ -280,6 +296,11 @@ class HardwareProfile:
     def memory_s(self, nbytes: float) -> float:
         """Return the seconds of a kernel that reads and writes so many bytes, without its launch."""
         return nbytes / _rate(self.memory, nbytes)
+
+    @property
+    def member_s(self) -> float | None:
+        """See ``Network.member_s``."""
+        return self.network.member_s
 
     def collective_s(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
         """See ``Network.seconds``."""

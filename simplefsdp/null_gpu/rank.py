@@ -15,8 +15,8 @@ from simplefsdp.null_gpu.log import Recorder
 
 
 @contextmanager
-def null_rank(ranks: int) -> Iterator[Recorder]:
-    """This process as rank 0 of ``ranks`` with the backend ``nccl``; yields the recorder of what it launches.
+def null_rank(ranks: int, backend: str = "nccl") -> Iterator[Recorder]:
+    """This process as rank 0 of ``ranks`` with a backend of NCCL's; yields the recorder of what it launches.
 
     Three things are not as on a GPU: attention by cuDNN is switched off, because cuDNN finds that there is no driver;
     compiled graphs are not compared with those of other ranks, because there are none; and NCCL is told how many ranks
@@ -36,7 +36,7 @@ def null_rank(ranks: int) -> Iterator[Recorder]:
         recorder.expect_split(len(split_ranks[0]))
         return dist.split_group(split_ranks=split_ranks, **kwargs)
 
-    dist.init_process_group("nccl", rank=0, world_size=ranks, store=dist.HashStore())
+    dist.init_process_group(backend, rank=0, world_size=ranks, store=dist.HashStore())
     try:
         with (
             mock.patch.object(agreement, "is_single_process_group", return_value=True),

@@ -11,9 +11,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from inductor_passes.scheduling.issue_points import Bucket, check_points
+from inductor_passes.scheduling.issue_points import Bucket, Form, check_points
 from simplefsdp.text.json_fields import read_file
 from simplefsdp.text.messages import fqn_range, unknown
 
@@ -102,7 +102,8 @@ class BucketPlan:
             points = {point: getattr(bucket, point) for point in _POINTS}
             if bucket.all_reduce_after is None:
                 del points["all_reduce_after"]
-            return {"parameters": list(bucket.fqns), **points}
+            form = {} if bucket.form == "packed" else {"form": bucket.form}
+            return {"parameters": list(bucket.fqns), **points, **form}
 
         return {
             "parameters": {fqn: list(shape) for fqn, shape in self.parameters},
@@ -125,7 +126,8 @@ class BucketPlan:
             for bucket in getattr(self, direction):
                 share = sum(numel[fqn] for fqn in bucket.fqns) / max(1, total)
                 points = _reduction_points(bucket) if direction == "reductions" else _gather_points(bucket)
-                lines.append(f"  {share:6.1%}  {fqn_range(bucket.fqns)}: {points}")
+                form = ", grouped" if bucket.form == "grouped" else ""
+                lines.append(f"  {share:6.1%}  {fqn_range(bucket.fqns)}: {points}{form}")
         return "\n".join(lines)
 
     def check_fits(
@@ -221,8 +223,8 @@ def _parsed(data: Any, where: str) -> BucketPlan:
             field = f"{direction}[{i}]"
             need(isinstance(bucket, dict), field, "an object", bucket)
             for name in bucket:
-                if name not in ("parameters", *_POINTS):
-                    raise ValueError(f"{where}: {field}: " + unknown("field", name, ["parameters", *_POINTS]))
+                if name not in ("parameters", *_POINTS, "form"):
+                    raise ValueError(f"{where}: {field}: " + unknown("field", name, ["parameters", *_POINTS, "form"]))
             members = fqns(bucket.get("parameters"), f"{field}.parameters")
             need(bool(members), f"{field}.parameters", "at least one FQN", [])
             for point in _POINTS:
@@ -230,7 +232,9 @@ def _parsed(data: Any, where: str) -> BucketPlan:
                 known_point = value is None or (isinstance(value, str) and value in parameters)
                 need(known_point, f"{field}.{point}", "an FQN of a parameter, or null", value)
             issue, wait, all_reduce = (bucket.get(point) for point in ("issue", "wait", "all_reduce_after"))
-            result.append(Bucket(members, issue, wait, all_reduce, i))
+            form = bucket.get("form", "packed")
+            need(form in get_args(Form), f"{field}.form", " or ".join(map(repr, get_args(Form))), form)
+            result.append(Bucket(members, issue, wait, all_reduce, i, form))
         fqns([fqn for bucket in result for fqn in bucket.fqns], direction)
         return tuple(result)
 

@@ -9,8 +9,9 @@ The same through torch's own door, with what init_process_group wants besides::
     dist.init_process_group("rehearsal", rank=0, world_size=64, store=dist.HashStore(), pg_options="h100-8-nodes")
 
 What is real: this rank's kernels, memory, streams, compiled code, and the code of whatever data parallelism runs on it.
-What a collective costs is ``Network.seconds``; it occupies the channel of its process group, one after the other, while
-channels of different groups do not know of each other. Data moves when that time is over.
+What a collective costs is ``Network.seconds``, and in a group of collectives ``Network.member_s`` more for each further
+one. A collective or group occupies the channel of its process group, one after the other, while channels of different
+process groups do not know of each other. Data moves when that time is over.
 
 What is not modelled: the values of other ranks (each contributes what this one does, so a sum over N ranks is N times
 this rank's tensor, rounded once; a scatter from another rank gives zeros); ranks that come late; collectives of two
@@ -120,8 +121,11 @@ class World:
         for channel in self._channels:
             channel.close()
 
-    def seconds(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
-        return self.network.seconds(kind, ranks, nbytes) if self.network else 0.0
+    def seconds(self, kind: str, ranks: Sequence[int], nbytes: int, members: int = 1) -> float:
+        """Return how long a collective, or a group of ``members`` collectives, takes."""
+        if self.network is None:
+            return 0.0
+        return self.network.seconds(kind, ranks, nbytes) + (members - 1) * (self.network.member_s or 0.0)
 
     def issued(self, kind: str, group: "RehearsalGroup", nbytes: int, moves: Sequence[Move], job: Job) -> None:
         pointers = dict.fromkeys(move.source.untyped_storage().data_ptr() for move in moves)
@@ -249,7 +253,8 @@ class RehearsalGroup(ProcessGroup):
         self, outputs: Sequence[Tensor], sources: Sequence[Tensor], _options: Any = None
     ) -> Work:
         moves = [Move(output, source) for output, source in zip(outputs, sources, strict=True)]
-        return self._issue("all_gather", sum(output.nbytes for output in outputs), moves, parts=self.size())
+        nbytes = sum(output.nbytes for output in outputs)
+        return self._issue("all_gather", nbytes, moves, parts=self.size(), members=len(moves))
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], sources: Sequence[Tensor], _options: Any = None) -> Work:
         self._one_for_each_rank("all_gather", *outputs)
@@ -281,7 +286,7 @@ class RehearsalGroup(ProcessGroup):
             self._reduced(output, source.view(-1).narrow(0, self._rank * output.numel(), output.numel()), options)
             for output, source in zip(outputs, sources, strict=True)
         ]
-        return self._issue("reduce_scatter", sum(source.nbytes for source in sources), moves)
+        return self._issue("reduce_scatter", sum(source.nbytes for source in sources), moves, members=len(moves))
 
     def reduce_scatter(self, outputs: Sequence[Tensor], sources: Sequence[Sequence[Tensor]], options: Any) -> Work:
         self._one_for_each_rank("reduce_scatter", *sources)
@@ -364,12 +369,19 @@ class RehearsalGroup(ProcessGroup):
                 raise ValueError(f"rehearsal: {kind} over {self.size()} ranks: a list of {len(tensors)} tensors")
 
     def _issue(
-        self, kind: str, nbytes: int, moves: Sequence[Move], outputs: Sequence[Tensor] = (), parts: int = 1
+        self,
+        kind: str,
+        nbytes: int,
+        moves: Sequence[Move],
+        outputs: Sequence[Tensor] = (),
+        parts: int = 1,
+        members: int = 1,
     ) -> Work:
-        """Issue a collective and return its work.
+        """Issue a collective, or a group of collectives as one transfer, and return its work.
 
         Args:
             parts: how often each source fits into its output.
+            members: number of collectives of the group.
         """
         outputs = outputs or [move.out for move in moves]
         for out, source, _ in moves:
@@ -382,7 +394,7 @@ class RehearsalGroup(ProcessGroup):
         device = outputs[0].device if outputs else _default_device()
         if device not in self._channels:
             self._channels[device] = self.world.channel(device)
-        job = self._channels[device].issue(self.world.seconds(kind, self.ranks, nbytes), moves)
+        job = self._channels[device].issue(self.world.seconds(kind, self.ranks, nbytes, members), moves)
         self.world.issued(kind, self, nbytes, moves, job)
         return Work(job, outputs)
 

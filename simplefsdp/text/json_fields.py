@@ -71,6 +71,11 @@ def parse_plain(found: Any, where: str) -> Any:
     return found
 
 
+def parse_optional(found: Any, where: str) -> Any:
+    """Return ``None`` for ``null``, and else what ``parse_plain`` returns."""
+    return None if found is None else parse_plain(found, where)
+
+
 def parse_values(parse: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     """Return a parser of an object whose values are all parsed by ``parse``."""
 

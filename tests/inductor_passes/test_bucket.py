@@ -14,11 +14,12 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from inductor_passes import bucket as bucket_pass
 from inductor_passes.bucket import assign, bucket
-from inductor_passes.collectives import FQNS, gathers, reductions
-from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS
+from inductor_passes.collectives import ALL_GATHER_GROUP, FQNS, GROUPS, gathers, groups, reductions
+from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS, PREPARE_SHARDS
 from inductor_passes.runtime.graph_dump import render_graph
 from inductor_passes.runtime.record import record_graph, recorded_sequence
-from inductor_passes.scheduling.issue_points import Bucket, PlanError
+from inductor_passes.scheduling.issue_points import Bucket, Form, PlanError
+from inductor_passes.scheduling.order_items import parts_of
 from simplefsdp import simple_fsdp
 from tests.graphs import ALL_GATHER, REDUCE_SCATTER, WAIT, capture, fqns, nodes
 from tests.models import batch, tiny_llama
@@ -36,8 +37,12 @@ class SameOnEveryRank(Interpreter):
         if target is ALL_GATHER:
             return torch.cat([args[0]] * args[1])
         if target is REDUCE_SCATTER:
+            assert args[0].is_contiguous()
             scattered = args[0].chunk(args[2])[self.rank].clone()
             return scattered * args[2] if args[1] == "sum" else scattered
+        if target in GROUPS:
+            one = ALL_GATHER if target is ALL_GATHER_GROUP else REDUCE_SCATTER
+            return [self.call_function(one, (each, *args[1:]), kwargs) for each in args[0]]
         if target is WAIT:
             return args[0]
         return super().call_function(target, args, kwargs)
@@ -74,9 +79,9 @@ def chains(specs: list[Spec]) -> tuple[Graph, list[torch.Tensor]]:
     return graph, inputs
 
 
-def merge(graph: Graph, *fqns: list[str]) -> None:
+def merge(graph: Graph, *fqns: list[str], form: Form = "packed") -> None:
     """Carry out a plan with these buckets."""
-    buckets = [Bucket(tuple(group), None, None) for group in fqns]
+    buckets = [Bucket(tuple(group), None, None, form=form) for group in fqns]
     assign(graph, buckets, buckets)
     bucket(graph)
 
@@ -108,17 +113,18 @@ SPEC = st.tuples(
 
 @pytest.mark.usefixtures("one_of_four")
 @settings(max_examples=60, deadline=None)
-@given(specs=st.lists(SPEC, min_size=1, max_size=7), data=st.data())
-def test_any_buckets_give_the_same_values(specs, data):
+@given(specs=st.lists(SPEC, min_size=1, max_size=7), data=st.data(), form=st.sampled_from(["packed", "grouped"]))
+def test_any_buckets_give_the_same_values(specs, data, form):
     graph, inputs = chains(specs)
     expected = run(graph, inputs)
     order = data.draw(st.permutations([f"p{i}" for i in range(len(specs))]))
     boundaries = sorted(data.draw(st.sets(st.integers(1, len(specs)))))
     buckets = [order[a:b] for a, b in zip([0, *boundaries], [*boundaries, len(order)], strict=True)]
-    merge(graph, *buckets)
+    merge(graph, *buckets, form=form)
     torch.testing.assert_close(run(graph, inputs), expected, rtol=0, atol=0)
 
     merged = [set(c.fqns) for c in [*gathers(graph), *reductions(graph)]]
+    merged += [set(node.meta[FQNS]) for node in groups(graph)]
     for group in buckets:
         mergeable = {}
         for fqn in group:
@@ -127,8 +133,21 @@ def test_any_buckets_give_the_same_values(specs, data):
             mergeable.setdefault((kind, None if kind == "gather" else dtype, process_group), set()).add(fqn)
         assert all(members in merged for members in mergeable.values())
     assert sum(map(len, merged)) == len(specs)
-    for packed in [*nodes(graph, PACK_SHARDS), *nodes(graph, PACK_GRADIENTS)]:
+    for packed in [*nodes(graph, PACK_SHARDS), *nodes(graph, PREPARE_SHARDS), *nodes(graph, PACK_GRADIENTS)]:
         assert all(node.op == "placeholder" for node in packed.args[0]), "casts and pads are part of the copy"
+    if form == "packed":
+        assert not groups(graph)
+    else:
+        for fqns in (set(node.meta[FQNS]) for node in nodes(graph, ALL_GATHER)):
+            assert len(fqns) == 1 or len({specs[int(fqn[1:])][2] for fqn in fqns}) > 1, "several dtypes are packed"
+        copied = {fqn for pack in nodes(graph, PACK_GRADIENTS) for fqn in packed_fqns(pack)}
+        assert all(specs[int(fqn[1:])][2] is not torch.float32 or specs[int(fqn[1:])][4] for fqn in copied)
+
+
+def packed_fqns(pack: Node) -> tuple[str, ...]:
+    """The FQNs of the gradients that ``pack`` packs, by the results that its collective gives."""
+    (collective,) = pack.users
+    return dict(parts_of(collective))[pack] if collective in groups(pack.graph) else collective.meta[FQNS]
 
 
 PAD, CAST = torch.ops.aten.constant_pad_nd.default, torch.ops.prims.convert_element_type.default

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from inductor_passes.torch_compat.distributed import GROUPING_NCCL
 from simplefsdp import BucketPlan, clip_grad_norm_, manual_plan, simple_fsdp
 from simplefsdp.models import llama
 from simplefsdp.null_gpu.log import Event, Module, Recorder
@@ -56,34 +57,34 @@ class Case:
     checkpointing: str = "none"
     model: type[nn.Module] = llama.Llama
     max_norm: float | None = None
+    backend: str = "nccl"
     lengths: tuple[int, ...] = (SEQ,)
     """Sequence lengths of the steps before the logged one, which has the last; several mean dynamic shapes."""
 
-
-MANUAL = manual_plan([["tok_embeddings", "layers.0.attention*"], "layers.0.f*", "layers.1", ["norm", "output"]])
 
 CASES: dict[str, Case] = {
     "none": Case(plan="none"),
     "block": Case(),
     "manual": Case(
-        plan=manual_plan([["tok_embeddings", "layers.0.attention*"], "layers.0.f*", "layers.1", ["norm", "output"]])
+        plan=manual_plan([["tok_embeddings", "layers.0.attention*"], "layers.0.f*", "layers.1", ["norm", "output"]]),
+        backend=GROUPING_NCCL,
     ),
-    "auto": Case(plan="auto"),
+    "auto": Case(plan="auto", backend=GROUPING_NCCL),
     "auto-kept": Case(plan="auto", settings={"reshard_after_forward": "auto"}),
-    "kept": Case(settings={"reshard_after_forward": False}),
-    "fp32": Case(policy=MixedPrecisionPolicy()),
-    "bf16-reductions": Case(policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)),
+    "kept": Case(settings={"reshard_after_forward": False}, backend=GROUPING_NCCL),
+    "fp32": Case(policy=MixedPrecisionPolicy(), backend=GROUPING_NCCL),
+    "bf16-reductions": Case(policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16), backend=GROUPING_NCCL),
     "fp16": Case(policy=MixedPrecisionPolicy(torch.float16, torch.float16)),
-    "hybrid": Case(mesh={"replicate": 8, "shard": 8}, settings={"mode": "hybrid_shard"}),
+    "hybrid": Case(mesh={"replicate": 8, "shard": 8}, settings={"mode": "hybrid_shard"}, backend=GROUPING_NCCL),
     "replicate": Case(settings={"mode": "replicate"}),
-    "uneven": Case(model=UnevenNet, mesh={"shard": 64}),
-    "shard-1": Case(settings={"shard_placement_fn": lambda param: Shard(param.ndim - 1)}),
+    "uneven": Case(model=UnevenNet, mesh={"shard": 64}, backend=GROUPING_NCCL),
+    "shard-1": Case(settings={"shard_placement_fn": lambda param: Shard(param.ndim - 1)}, backend=GROUPING_NCCL),
     "offload": Case(settings={"offload_policy": CPUOffloadPolicy()}),
     "clipping": Case(max_norm=1.0),
-    "tensor-parallel": Case(mesh={"shard": 16}, tensor_parallel=4),
-    "checkpointing": Case(checkpointing="block"),
+    "tensor-parallel": Case(mesh={"shard": 16}, tensor_parallel=4, backend=GROUPING_NCCL),
+    "checkpointing": Case(checkpointing="block", backend=GROUPING_NCCL),
     "selective-checkpointing": Case(checkpointing="selective"),
-    "dynamic": Case(lengths=(SEQ, SEQ + 512, SEQ + 256)),
+    "dynamic": Case(lengths=(SEQ, SEQ + 512, SEQ + 256), backend=GROUPING_NCCL),
 }
 
 
@@ -123,7 +124,7 @@ def run_step(name: str, folder: Path) -> Step:
     torch._dynamo.reset()
     case = CASES[name]
     ranks = math.prod([*case.mesh.values(), case.tensor_parallel])
-    with null_rank(ranks) as recorder:
+    with null_rank(ranks, case.backend) as recorder:
         model, shapes = _sharded(case)
         options = {"plan": case.plan, "report_dir": str(folder)}
         if case.plan != "none":

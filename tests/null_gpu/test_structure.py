@@ -8,7 +8,10 @@ from itertools import chain
 from typing import NamedTuple
 
 import pytest
+import torch
 
+from inductor_passes.scheduling.issue_points import Bucket
+from inductor_passes.torch_compat.distributed import GROUPING_NCCL
 from simplefsdp.null_gpu.log import (
     DEFAULT_STREAM,
     Collective,
@@ -62,55 +65,73 @@ def numel(step: Step, fqns: Iterable[str], ranks: int) -> int:
     return total
 
 
-def expected_gather(step: Step, fqns: Iterable[str]) -> Expected:
+def in_place(step: Step, fqn: str) -> bool:
+    """Whether a group of reductions can read a gradient where it lies: it is not padded, turned or divided, and cast
+    only in the kernel that makes it."""
+    policy, shape = step.case.policy, step.shapes[fqn]
+    made = torch.float32 if fqn == "tok_embeddings.weight" else policy.param_dtype or torch.float32
+    cast = len(shape) > 1 and (policy.reduce_dtype or policy.param_dtype or torch.float32) is not made
+    whole = not shape[0] % step.case.mesh["shard"] and "shard_placement_fn" not in step.case.settings
+    return whole and not cast and "mode" not in step.case.settings and policy.reduce_dtype is not torch.float16
+
+
+def expected_gathers(step: Step, bucket: Bucket) -> list[Expected]:
+    """The collectives of a gather, which are one group."""
     ranks = step.case.mesh["shard"]
     dtype = name(step.case.policy.param_dtype or "float32")
-    return Expected("all_gather", dtype, numel(step, fqns, ranks), ranks)
+    parts = [[fqn] for fqn in bucket.fqns] if bucket.form == "grouped" else [bucket.fqns]
+    return [Expected("all_gather", dtype, numel(step, fqns, ranks), ranks) for fqns in parts]
 
 
-def expected_reductions(step: Step, fqns: Sequence[str]) -> list[Expected]:
+def expected_reductions(step: Step, bucket: Bucket) -> list[list[Expected]]:
+    """The collectives of a reduction, and of the all-reduce that follows it."""
     mode = step.case.settings.get("mode")
     ranks = step.case.mesh["shard"]
     dtype = name(step.case.policy.reduce_dtype or "float32")
     if mode == "replicate":
-        return [Expected("all_reduce", dtype, numel(step, fqns, 1), ranks)]
-    count = numel(step, fqns, ranks)
-    found = [Expected("reduce_scatter", dtype, count, ranks)]
+        return [[Expected("all_reduce", dtype, numel(step, bucket.fqns, 1), ranks)]]
+    own = [fqn for fqn in bucket.fqns if bucket.form == "grouped" and in_place(step, fqn)]
+    rest = [fqn for fqn in bucket.fqns if fqn not in own]
+    parts = [*([fqn] for fqn in own), *([rest] if rest else [])]
+    found = [[Expected("reduce_scatter", dtype, numel(step, fqns, ranks), ranks) for fqns in parts]]
     if mode == "hybrid_shard":
-        found.append(Expected("all_reduce", dtype, count, step.case.mesh["replicate"]))
+        count = numel(step, bucket.fqns, ranks)
+        found.append([Expected("all_reduce", dtype, count, step.case.mesh["replicate"])])
     return found
 
 
-def as_expected(found: Iterable[Communication]) -> list[Expected]:
-    return [Expected(call.operation, call.dtype, call.elements, call.ranks) for each in found for call in each.calls]
+def as_expected(found: Iterable[Communication]) -> list[list[Expected]]:
+    return [[Expected(call.operation, call.dtype, call.elements, call.ranks) for call in one.calls] for one in found]
 
 
 def test_collectives_are_those_of_the_plan(step: Step) -> None:
-    """Kind, dtype, elements and ranks of each collective, in the order in which the plan issues them."""
+    """Kind, dtype, elements and ranks of each collective and group, in the order in which the plan issues them."""
     forward, backward = (as_expected(ours(events, step.case)) for events in parts(step).values())
     if step.case.plan == "none":
-        each = {fqn: [fqn] for fqn in step.shapes}
-        assert Counter(forward) == Counter(expected_gather(step, fqns) for fqns in each.values())
-        reduced = [one for one in backward if one.operation != "all_gather"]
-        assert Counter(reduced) == Counter(chain(*(expected_reductions(step, fqns) for fqns in each.values())))
-        assert Counter(backward) - Counter(reduced) <= Counter(forward)
+        alone = [Bucket((fqn,), None, None) for fqn in step.shapes]
+        gathered = Counter(chain(*forward))
+        assert gathered == Counter(chain(*(expected_gathers(step, bucket) for bucket in alone)))
+        reduced = [one for (one,) in backward if one.operation != "all_gather"]
+        expected = (chain(*expected_reductions(step, bucket)) for bucket in alone)
+        assert Counter(reduced) == Counter(chain(*expected))
+        assert Counter(chain(*backward)) - Counter(reduced) <= gathered
         return
     (plan,) = step.plans
-    assert forward == [expected_gather(step, bucket.fqns) for bucket in plan.forward]
-    gathers = [one for one in backward if one.operation == "all_gather"]
-    assert gathers == [expected_gather(step, bucket.fqns) for bucket in plan.backward]
-    planned = [expected_reductions(step, bucket.fqns) for bucket in plan.reductions]
+    assert forward == [expected_gathers(step, bucket) for bucket in plan.forward]
+    gathers = [calls for calls in backward if calls[0].operation == "all_gather"]
+    assert gathers == [expected_gathers(step, bucket) for bucket in plan.backward]
+    planned = [expected_reductions(step, bucket) for bucket in plan.reductions]
     for stage in range(len(planned[0])):
-        operation = planned[0][stage].operation
-        assert [one for one in backward if one.operation == operation] == [stages[stage] for stages in planned]
+        operation = planned[0][stage][0].operation
+        assert [calls for calls in backward if calls[0].operation == operation] == [stages[stage] for stages in planned]
     assert len(backward) == len(gathers) + len([*chain(*planned)])
 
 
 def test_each_collective_is_awaited_once_by_the_stream_of_compute(step: Step) -> None:
-    """And each runs on a stream of NCCL's that has waited for the stream of compute first."""
+    """Each runs on a stream of NCCL's that has waited for the stream of compute first; a group has a wait a member."""
     for events in parts(step).values():
         found = communications(events)
-        assert all([wait.stream for wait in each.waits] == [DEFAULT_STREAM] for each in found)
+        assert all([wait.stream for wait in each.waits] == [DEFAULT_STREAM] * len(each.calls) for each in found)
         for each in found:
             stream = each.calls[0].stream
             assert stream != DEFAULT_STREAM
@@ -122,13 +143,15 @@ def test_each_collective_is_awaited_once_by_the_stream_of_compute(step: Step) ->
 
 def launched(events: Sequence[Event]) -> Iterator[str]:
     """Names of Triton's kernels, matmuls, collectives and waits for collectives, in the order of the log."""
-    waits = {wait.at for each in communications(events) for wait in each.waits}
+    found = communications(events)
+    waits = {wait.at for each in found for wait in each.waits}
+    issues = {each.issued_at for each in found}
     for at, (*_, what) in enumerate(events):
         if isinstance(what, Kernel) and what.name.startswith("triton_"):
             yield what.name
         elif isinstance(what, Matmul):
             yield "matmul"
-        elif isinstance(what, Collective):
+        elif isinstance(what, Collective) and at in issues:
             yield what.operation
         elif at in waits:
             yield "wait"
@@ -138,7 +161,7 @@ CALLS = re.compile(
     r"^\s+(?!del )(?:.* = )?(?:"
     r"(?P<kernel>triton_\w+)\.run\(|extern_kernels\.(?P<matmul>mm|addmm|bmm|baddbmm)\(|"
     r"torch\.ops\._c10d_functional\.(?P<collective>all_gather_into_tensor|reduce_scatter_tensor|all_reduce|wait_tensor)"
-    r"(?:_out|_)?\.)",
+    r"(?:_coalesced|_out|_)?\.)",
     re.MULTILINE,
 )
 AS_LOGGED = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "wait_tensor": "wait"}
@@ -191,7 +214,7 @@ def test_kernels_of_triton_spill_nothing(step: Step) -> None:
 
 
 SEVERAL_COPIES = {
-    "uneven": "gradients that do not divide are packed and padded one by one, and packed shards padded by fills",
+    "uneven": "gradients that do not divide are packed and padded one by one, and shards padded by fills",
     "shard-1": "shards are cast by kernels of Triton's, and gradients that are turned are packed one by one",
     "none": "there are no buckets",
 }
@@ -200,15 +223,31 @@ SEVERAL_COPIES = {
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_bucket_costs_one_kernel_before_its_collective_and_one_behind_the_wait(step: Step, direction: str) -> None:
-    """A bucket of one costs no kernel of torch's: what casts or pads its member is a kernel of Triton's."""
+    """A group costs one kernel if its shards are cast, and none behind the wait.
+
+    A bucket of one costs no kernel of torch's: what casts or pads its member is a kernel of Triton's.
+    """
     if step.name in SEVERAL_COPIES:
         pytest.skip(SEVERAL_COPIES[step.name])
     (plan,) = step.plans
-    gathers = sum(len(bucket.fqns) > 1 for bucket in getattr(plan, direction))
-    reductions = sum(len(bucket.fqns) > 1 for bucket in plan.reductions) if direction == "backward" else 0
-    kinds = ("split_with_sizes_copy", "chunk_cat", "multi_tensor_apply", "direct_copy", "CatArray")
+    gathers = Counter(bucket.form for bucket in getattr(plan, direction) if len(bucket.fqns) > 1)
+    reductions = [bucket for bucket in plan.reductions if len(bucket.fqns) > 1] if direction == "backward" else []
+    packed = [each for each in reductions if each.form == "packed" or not all(in_place(step, f) for f in each.fqns)]
+    casts = step.case.policy.param_dtype is not None
+    kinds = ["split_with_sizes_copy", "chunk_cat", "multi_tensor_apply", "CatArray"]
+    if casts:  # attention in fp32 has copies of its own
+        kinds.append("direct_copy")
     names = [event.what.name for event in parts(step)[direction] if isinstance(event.what, Kernel)]
-    assert sum(any(kind in each for kind in kinds) for each in names) == 2 * gathers + reductions
+    copies = [each for each in names if any(kind in each for kind in kinds)]
+    assert len(copies) == 2 * gathers["packed"] + casts * gathers["grouped"] + len(packed), Counter(copies)
+
+
+def test_buckets_are_grouped_where_the_backend_issues_groups(step: Step) -> None:
+    """Gathers of Llama's blocks are large: their copies cost more than the members of a group."""
+    grouped = {bucket.form for plan in step.plans for bucket in plan.forward if len(bucket.fqns) > 1}
+    assert step.case.plan == "none" or grouped <= {"grouped" if step.case.backend == GROUPING_NCCL else "packed"}
+    if step.case.policy.param_dtype == step.case.policy.reduce_dtype and step.case.backend == GROUPING_NCCL:
+        assert "grouped" in {bucket.form for plan in step.plans for bucket in plan.reductions}
 
 
 MISPREDICTED = {"auto-kept": 0.81, "tensor-parallel": 0.84, "replicate": 1.07}

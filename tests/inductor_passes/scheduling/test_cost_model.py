@@ -29,6 +29,7 @@ class Rates:
     collective_launch_s: float = 0.5
     contention: float = 0.25
     collective_s_per_byte: float = 0.125
+    member_s: float | None = 0.5
 
     def compute_s(self, kind: str, dtype: torch.dtype, flops: float) -> float:
         assert dtype in (torch.float32, torch.bfloat16)

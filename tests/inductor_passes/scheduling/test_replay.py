@@ -145,7 +145,10 @@ def test_buckets_have_the_slots_in_which_order_puts_them() -> None:
         Bucket(("a",), "b", "a", position=2),
     ]
     schedule = schedule_of(graph, gathers, reductions)
-    assert schedule.gathers == (ScheduledBucket((0,), 0, 0), ScheduledBucket((1, 2), 1, 1))
+    assert schedule.gathers == (
+        ScheduledBucket((0,), 0, 0, form="packed"),
+        ScheduledBucket((1, 2), 1, 1, form="packed"),
+    )
     assert [scheduled[:3] for scheduled in schedule.reductions] == [((0,), 1, 3), ((1,), 2, 4), ((2,), 3, 3)]
 
 

@@ -29,7 +29,7 @@ def test_a_fit_of_what_gets_no_slower_is_no_negative_number() -> None:
 def test_a_network_gives_back_the_times_that_were_measured_between_nodes() -> None:
     inside, between = LinkFit(1e-5, 1e-11, 0.0), LinkFit(1e-4, 1e-9, 0.0)
     levels = {"inside": _links({"all_gather": inside}, 1), "between": _links({"all_gather": between}, 2)}
-    network = Network("measured", "here", 2, 2, **levels)
+    network = Network("measured", "here", 2, 2, levels["inside"], levels["between"])
     assert set(network.inside) == set(KINDS)
     assert network.seconds("all_gather", range(4), 1000) == pytest.approx(1e-4 + 750 * 1e-9)
     assert network.seconds("all_gather", range(2), 1000) == pytest.approx(1e-5 + 500 * 1e-11)
@@ -46,6 +46,8 @@ def test_ranks_measure_the_same_network(four_ranks: Ranks, ranks_per_node: int, 
     network, fits = found[0]
     assert (network.ranks_per_node, network.nodes) == (ranks_per_node, 4 // ranks_per_node)
     assert set(fits) == levels
+    assert network.member_s is not None
+    assert network.member_s >= 0
     assert all(set(of_level) == {"all_gather", "reduce_scatter", "all_reduce"} for of_level in fits.values())
     of_kind = fits["between" if "between" in levels else "inside"]["reduce_scatter"]
     expected = of_kind.alpha_s + 0.75 * 1e9 * of_kind.s_per_byte

@@ -1,5 +1,6 @@
 """Training is bitwise FSDP2's, and close to a single process on the same global batch."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,48 @@ def _saved(folder: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     with pytest.raises(Exception, match=r"1.feed_forward.w1.weight: shape \(50, 36\) in the plan, \(52, 36\) in"):
         _ours(POLICIES["bf16"], {"lower_with": "aot_eager", "plan": path}, {"ffn_dim": 52}, 1)
+
+
+def test_grouped_buckets_train_bitwise_as_packed_ones(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_grouped, "bf16 reduced in bf16", "aot_eager", str(tmp_path), {"layers": 2})
+
+
+def test_grouped_buckets_of_uneven_shards_train_as_packed_ones(four_ranks: Ranks, tmp_path: Path) -> None:
+    # The order in which gloo sums up more than two ranks depends on the place in the buffer.
+    four_ranks.run(_grouped, "fp32", "aot_eager", str(tmp_path), {"ffn_dim": 9, "layers": 2}, GRADIENT_TOLERANCE)
+
+
+@pytest.mark.slow
+def test_grouped_buckets_by_inductor_train_bitwise_as_packed_ones(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_grouped, "fp32", "inductor", str(tmp_path), {"layers": 2})
+
+
+def _grouped(policy: str, lower_with: str, folder: str, changes: dict[str, Any], atol: float = 0.0) -> None:
+    options: dict[str, Any] = {"lower_with": lower_with, "plan": "block", "report_dir": f"{folder}/packed"}
+    expected = _ours(POLICIES[policy], options, changes, 3)
+    dist.barrier()
+    (path,) = Path(folder).rglob("plan.json")
+    plan = _in_groups(BucketPlan.load(path))
+    torch._dynamo.reset()
+    options |= {"plan": plan, "report_dir": f"{folder}/grouped"}
+    found = _ours(POLICIES[policy], options, changes, 3)
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+    if dist.get_rank() == 0:
+        for direction in ("forward", "backward"):
+            (after,) = Path(folder).glob(f"grouped/*/*_{direction}_after_bucket.txt")
+            several = sum(len(bucket.fqns) > 1 for bucket in getattr(plan, direction))
+            assert after.read_text().count("all_gather_into_tensor_coalesced.default(") == several
+            assert "unpack_weights" not in after.read_text()
+        several = sum(len(bucket.fqns) > 1 for bucket in plan.reductions)
+        assert after.read_text().count("reduce_scatter_tensor_coalesced.default(") == several
+
+
+def _in_groups(plan: BucketPlan) -> BucketPlan:
+    forward, backward, reductions = (
+        tuple(bucket._replace(form="grouped") for bucket in buckets)
+        for buckets in (plan.forward, plan.backward, plan.reductions)
+    )
+    return replace(plan, forward=forward, backward=backward, reductions=reductions)
 
 
 def test_training_on_four_uneven_ranks_with_block_buckets_is_bitwise_fsdp2(four_ranks: Ranks) -> None:

@@ -1,0 +1,331 @@
+"""A clock for the null GPU: what a logged step would take on a GPU, by the rates of a profile.
+
+The log has what a process asked of the GPU, in order, and the CPU time of its threads. ``simulate`` replays it: the
+host needs its CPU time, a stream carries out one kernel after the other and waits for events, and a communicator
+carries out one collective or group after the other. Kernels take what their sizes cost on the profile's curves,
+collectives what its network says. The same log and profile give the same result, to the bit.
+
+Structure, order, streams and sizes are those of torch's own CUDA calls; the times are the profile's. Not modelled: what
+NCCL does beside the network's constants, memory bandwidth that it shares with kernels beyond ``contention``, clocks
+that drop, and gaps between kernels.
+"""
+
+import re
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+
+from simplefsdp.hardware.profile import HardwareProfile
+from simplefsdp.null_gpu.log import (
+    DEFAULT_STREAM,
+    DTYPE_BYTES,
+    Collective,
+    Copy,
+    Event,
+    Fill,
+    Kernel,
+    Matmul,
+    Note,
+    Record,
+    Recorder,
+    Sync,
+    Wait,
+)
+
+SHORTEST_KERNEL_S = 2e-6
+UNKNOWN_KERNEL_S = 3e-6
+"""Seconds of a kernel whose size is not known; ``SimulatedStep.unknown`` counts them by name."""
+HOST_LINK_BYTES_PER_S = 50e9
+"""Bytes per second between the device and the host's memory (PCIe 5.0 x16, of whose 63 GB/s copies reach about 50)."""
+_TRITON_BYTES = "triton bytes "
+
+
+class Sizes(NamedTuple):
+    """Sizes of a training step, for kernels whose log does not show them."""
+
+    batch: int
+    seq: int
+    dim: int
+    heads: int
+    head_dim: int
+    vocab_size: int
+    local_parameters: int
+    """Elements of this rank's shards, which the optimizer updates."""
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+
+class SimulatedStep(NamedTuple):
+    """A simulated step; times in seconds."""
+
+    step_s: float
+    host_s: float
+    """CPU time of the host's threads, which launch one after the other."""
+    compute_s: float
+    """Time of the kernels, on all streams."""
+    communication_s: float
+    """Time that the communicators are busy."""
+    exposed_s: float
+    """Time in which the stream of compute waits for another stream."""
+    host_bound_s: float
+    """Time in which the stream of compute has nothing to do, because the host has not launched it."""
+    kernels_s: dict[str, float]
+    """Time of kernels by what they do: ``"matmul"``, ``"attention"``, ``"triton"``, ``"copy out"``, ..."""
+    unknown: Counter[str]
+
+
+@contextmanager
+def noting_triton_bytes(recorder: Recorder) -> Iterator[None]:
+    """Log, before each kernel of Triton's, the bytes that it reads and writes, as TorchInductor estimates them.
+
+    TorchInductor writes its estimates into kernels that are compiled while ``TORCHINDUCTOR_BENCHMARK_KERNEL=1``.
+    """
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    run = CachingAutotuner.run
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        gigabytes = self.inductor_meta.get("kernel_num_gb") or 0.0
+        recorder.note(f"{_TRITON_BYTES}{round(1e9 * gigabytes)}")
+        return run(self, *args, **kwargs)
+
+    CachingAutotuner.run = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CachingAutotuner.run = run  # type: ignore[method-assign]
+
+
+def simulate(
+    events: Sequence[Event], profile: HardwareProfile, sizes: Sizes, *, host_factor: float = 1.0
+) -> SimulatedStep:
+    """Return what the last step of a log takes.
+
+    Args:
+        events: of several steps, with a ``Note`` ``"step"`` before each and one behind the last.
+        profile: rates of the device, and the network between ranks.
+        sizes: of the step.
+        host_factor: how much longer the GPU's host takes than this machine.
+
+    Raises:
+        ValueError: the log has fewer than two such notes.
+    """
+    marks = [i for i, event in enumerate(events) if event.what == Note("step")]
+    if len(marks) < 2:
+        raise ValueError(f"events: expected a note 'step' before and behind a step, found {len(marks)}")
+    clock = _Clock(events, profile, sizes, host_factor)
+    for i in range(marks[-2]):
+        clock.advance(i)
+    before = clock.snapshot()
+    for i in range(marks[-2], marks[-1]):
+        clock.advance(i)
+    after = clock.snapshot()
+    step, host, communication, exposed, host_bound = (b - a for a, b in zip(before[0], after[0], strict=True))
+    kernels = {kind: seconds - before[1].get(kind, 0.0) for kind, seconds in after[1].items()}
+    return SimulatedStep(
+        step, host, sum(kernels.values()), communication, exposed, host_bound, kernels, after[2] - before[2]
+    )
+
+
+@dataclass
+class _Clock:
+    """The state of host, streams and communicators while a log is replayed; times in seconds since its begin."""
+
+    events: Sequence[Event]
+    profile: HardwareProfile
+    sizes: Sizes
+    host_factor: float
+    now: float = 0.0
+    """Time of the host."""
+    cpu: dict[int, float] = field(default_factory=dict)
+    """CPU time of each thread of the host, when it last asked for something."""
+    free: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """When each stream has done all that it was asked for."""
+    communicator: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    recorded: dict[int, float] = field(default_factory=dict)
+    """When each event happens."""
+    gathered: dict[int, int] = field(default_factory=dict)
+    """Bytes of the gather that each event marks the end of."""
+    last_gather: dict[int, int] = field(default_factory=dict)
+    """Bytes of the last gather of each stream; 0 if the last collective was another."""
+    awaited_bytes: int = 0
+    """Bytes of the gather that the stream of compute last awaited: what a copy out copies."""
+    triton_bytes: int | None = None
+    under_way: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=8))
+    """Begin and end of the last collectives."""
+    communication: float = 0.0
+    exposed: float = 0.0
+    host_bound: float = 0.0
+    kernels: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    unknown: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        collectives = [(i, e.what) for i, e in enumerate(self.events) if isinstance(e.what, Collective)]
+        self._of: dict[str, tuple[list[int], list[Collective]]] = {}
+        for operation in ("all_gather", "reduce_scatter"):
+            of = [(i, what) for i, what in collectives if what.operation == operation]
+            self._of[operation] = [i for i, _ in of], [what for _, what in of]
+        steps = sum(event.what == Note("step") for event in self.events) - 1
+        updates = sum(isinstance(e.what, Kernel) and "fused_adam" in e.what.name for e in self.events)
+        self._updates = max(1, updates / max(1, steps))
+
+    def snapshot(self) -> tuple[tuple[float, ...], dict[str, float], Counter[str]]:
+        times = (self.free[DEFAULT_STREAM], self.now, self.communication, self.exposed, self.host_bound)
+        return times, dict(self.kernels), self.unknown.copy()
+
+    def advance(self, i: int) -> None:
+        """Carry out event ``i`` of the log."""
+        thread, cpu_s, _, what = self.events[i]
+        self.now += (cpu_s - self.cpu.get(thread, cpu_s)) * self.host_factor
+        self.cpu[thread] = cpu_s
+        match what:
+            case Note(text) if text.startswith(_TRITON_BYTES):
+                self.triton_bytes = int(text.removeprefix(_TRITON_BYTES))
+            case Kernel() | Matmul():
+                self._launch(what.stream, *self._kernel(i, what))
+            case Fill(stream, nbytes):
+                self._launch(stream, "fill", self.profile.memory_s(nbytes))
+            case Copy(stream, direction, nbytes, blocking):
+                seconds = self.profile.memory_s(2 * nbytes) if direction == 3 else nbytes / HOST_LINK_BYTES_PER_S
+                self._launch(stream, "copy", seconds)
+                if blocking:
+                    self.now = max(self.now, self.free[stream])
+            case Collective():
+                self._collective(i, what)
+            case Record(stream, event):
+                self.recorded[event] = self.free[stream]
+                self.gathered[event] = self.last_gather.get(stream, 0)
+            case Wait(stream, event):
+                self._wait(stream, event)
+            case Sync(of, handle):
+                happens = {"event": self.recorded.get(handle, 0.0), "stream": self.free[handle]}
+                self.now = max(self.now, happens.get(of, max(self.free.values(), default=0.0)))
+
+    def _launch(self, stream: int, kind: str, seconds: float) -> None:
+        ready = self.free[stream]
+        start = max(self.now, ready)
+        if stream == DEFAULT_STREAM:
+            self.host_bound += start - ready
+        seconds = max(seconds, SHORTEST_KERNEL_S)
+        overlap = sum(max(0.0, min(end, start + seconds) - max(begin, start)) for begin, end in self.under_way)
+        seconds += overlap * self.profile.contention
+        self.free[stream] = start + seconds
+        self.kernels[kind] += seconds
+
+    def _collective(self, i: int, first: Collective) -> None:
+        """Carry out a collective; a group is carried out with its first call."""
+        group = [first]
+        if first.group:
+            if i and _in_group(self.events[i - 1].what, first.group):
+                return
+            while i + 1 < len(self.events) and _in_group(following := self.events[i + 1].what, first.group):
+                group.append(following)
+                i += 1
+        nbytes = sum(call.nbytes for call in group)
+        network, kind = self.profile.network, first.operation
+        seconds = network.seconds(kind if kind != "send" else "broadcast", range(first.ranks), nbytes)
+        seconds += (len(group) - 1) * (network.member_s or 0.0)
+        start = max(self.now, self.free[first.stream], self.communicator[first.communicator])
+        self.free[first.stream] = self.communicator[first.communicator] = start + seconds
+        self.under_way.append((start, start + seconds))
+        self.communication += seconds
+        self.last_gather[first.stream] = nbytes if kind == "all_gather" else 0
+
+    def _wait(self, stream: int, event: int) -> None:
+        happens = self.recorded.get(event, 0.0)
+        if stream == DEFAULT_STREAM:
+            self.exposed += max(0.0, happens - max(self.free[stream], self.now))
+            self.awaited_bytes = self.gathered.get(event) or self.awaited_bytes
+        self.free[stream] = max(self.free[stream], happens)
+
+    def _kernel(self, i: int, what: Kernel | Matmul) -> tuple[str, float]:
+        """Return what a kernel does and what it takes."""
+        if isinstance(what, Matmul):
+            flops = 2.0 * what.m * what.n * what.k * what.batch
+            size = DTYPE_BYTES.get(what.dtype, 2) * what.batch
+            moved = size * (what.m * what.n + what.n * what.k + what.m * what.k)
+            compute = self.profile.compute_s("matmul", getattr(torch, what.dtype), flops)
+            return "matmul", max(compute, self.profile.memory_s(moved))
+        if what.name.startswith("triton_") and self.triton_bytes is not None:
+            nbytes, self.triton_bytes = self.triton_bytes, None
+            return "triton", self.profile.memory_s(max(1, nbytes))
+        for kind, name, seconds in _KERNELS:
+            if name in what.name:
+                return kind, seconds(self, i)
+        if what.elements >= 0:
+            return "elementwise", self.profile.memory_s(max(1, what.elements * _element_bytes(what.name)))
+        self.unknown[what.name[:90]] += 1
+        return "unknown", UNKNOWN_KERNEL_S
+
+    def next_bytes(self, i: int, operation: str) -> int:
+        """Return the bytes of the whole tensors of the next collective of a kind, or of its group."""
+        at, calls = self._of[operation]
+        place = bisect_left(at, i)
+        if place == len(at):
+            return 0
+        first = calls[place]
+        return sum(c.nbytes for c in calls[place:] if c is first or (c.group and c.group == first.group))
+
+    def attention(self, widths: int) -> float:
+        """Return the seconds of attention with ``widths`` products of all queries and keys (cost_model.py)."""
+        batch, seq, _, heads, head_dim, *_ = self.sizes
+        flops = 2.0 * batch * heads * seq**2 * head_dim * widths
+        return self.profile.compute_s("attention", torch.bfloat16, flops)
+
+    def moved(self, nbytes: float) -> float:
+        return self.profile.memory_s(max(1.0, nbytes))
+
+
+def _in_group(what: object, group: int) -> TypeGuard[Collective]:
+    return isinstance(what, Collective) and what.group == group
+
+
+def _per_token(width: Callable[[Sizes], int], nbytes: int) -> Callable[[_Clock, int], float]:
+    return lambda clock, _: clock.moved(clock.sizes.tokens * width(clock.sizes) * nbytes)
+
+
+_KERNELS: Sequence[tuple[str, str, Callable[[_Clock, int], float]]] = (
+    ("attention", "flash_fwd", lambda clock, _: clock.attention(2)),
+    ("attention", "flash_bwd_dq_dk_dv", lambda clock, _: clock.attention(5)),
+    ("attention", "flash_bwd", _per_token(lambda sizes: sizes.dim, 6)),
+    ("optimizer", "fused_adam", lambda clock, _: clock.moved(28 * clock.sizes.local_parameters / clock._updates)),
+    ("copy out", "split_with_sizes_copy", lambda clock, _: clock.moved(2 * clock.awaited_bytes)),
+    ("copy in", "chunk_cat", lambda clock, i: clock.moved(1.5 * clock.next_bytes(i, "reduce_scatter"))),
+    ("copy in", "multi_tensor_apply", lambda clock, i: clock.moved(_shards(clock, i) * 3)),
+    ("norm", "layer_norm_grad_input", _per_token(lambda sizes: sizes.dim, 6)),
+    ("norm", "GammaBeta", _per_token(lambda sizes: sizes.dim, 4)),
+    ("norm", "layer_norm_kernel", _per_token(lambda sizes: sizes.dim, 4)),
+    ("loss", "SoftMaxBackward", _per_token(lambda sizes: sizes.vocab_size, 12)),
+    ("loss", "cunn_SoftMax", _per_token(lambda sizes: sizes.vocab_size, 8)),
+    ("loss", "nll_loss", _per_token(lambda _: 1, 8)),
+    ("embedding", "embedding", _per_token(lambda sizes: sizes.dim, 6)),
+    ("embedding", "vectorized_gather", _per_token(lambda sizes: sizes.dim, 6)),
+    ("reduce", "reduce_kernel", _per_token(lambda sizes: sizes.dim, 4)),
+)
+"""For kernels of torch's, by part of their name: what they do and how their seconds follow from sizes."""
+
+
+def _shards(clock: _Clock, i: int) -> float:
+    """Return the bytes of this rank's shards that the next gather sends."""
+    at, calls = clock._of["all_gather"]
+    place = bisect_left(at, i)
+    return clock.next_bytes(i, "all_gather") / calls[place].ranks if place < len(at) else 0.0
+
+
+def _element_bytes(name: str) -> int:
+    """Return the bytes that an elementwise kernel of torch's moves for each element, by its mangled name."""
+    arrays = int(found[1]) if (found := re.search(r"St5arrayIPcLm(\d+)E", name)) else 2
+    if "converting_copy" in name:
+        return 6
+    if "FillFunctor" in name:
+        return 4
+    if "BinaryFunctorIfff" in name:
+        return 12
+    return (2 if "BFloat16" in name or "Silu" in name else 4) * arrays
