@@ -168,7 +168,8 @@ def _seconds(node: Node, profile: DeviceProfile) -> float:
     flops, kind = _flops(node)
     seconds = profile.memory_s(moved)
     if flops:
-        seconds = max(seconds, profile.compute_s(kind, _tensors(node)[0].dtype, flops))
+        factors = [tensor for source in node.all_input_nodes for tensor in _tensors(source)]
+        seconds = max(seconds, profile.compute_s(kind, factors[0].dtype, flops))  # a product may be of another dtype
     return profile.launch_s + seconds
 
 

@@ -30,16 +30,18 @@ def is_single_process_group(name: str) -> bool:
 
 
 def issues_groups(name: str) -> bool:
-    """Return whether the process group called ``name`` issues coalesced collectives together.
+    """Return whether the process group called ``name`` issues coalesced collectives together, and copies nothing.
 
     The NCCL backend that torch 2.15 made the default issues them one by one; ``GROUPING_NCCL`` issues them as one group
-    of NCCL's.
+    of NCCL's. gloo copies gathers into one buffer and out of it, and clones and reduces gradients one by one.
     """
-    group = _group(name)
-    if "nccl" not in torch.distributed.get_backend(group):
-        return True
-    legacy = getattr(torch.distributed, "ProcessGroupNCCL", None)
-    return legacy is not None and isinstance(group._get_backend(torch.device("cuda")), legacy)
+    backend = torch.distributed.get_backend(_group(name))
+    return backend == GROUPING_NCCL or is_single_process_group(name)
+
+
+def issues_groups_one_by_one(name: str) -> bool:
+    """Return whether the process group called ``name`` is NCCL's, and issues coalesced collectives one by one."""
+    return "nccl" in torch.distributed.get_backend(_group(name)) and not issues_groups(name)
 
 
 def _group(name: str) -> Any:

@@ -87,14 +87,12 @@ def sweep(group: dist.ProcessGroup, device: torch.device, repeats: int) -> Group
     return GroupSweep(group.size(), sizes, {kind: tuple(seconds) for kind, seconds in found.items()})
 
 
-def group_member_s(group: dist.ProcessGroup, device: torch.device, repeats: int) -> float | None:
+def group_member_s(group: dist.ProcessGroup, device: torch.device, repeats: int) -> float:
     """Return what each member of a group of all-gathers takes beyond the first: ``Network.member_s``.
 
-    Groups are compared with one collective of as many bytes, in turn; the result is a median and at least 0. ``None``:
-    this process group issues the members of a group one by one. All ranks of ``group`` must call this function.
+    Groups are compared with one collective of as many bytes, in turn; the result is a median and at least 0. All ranks
+    of ``group`` must call this function.
     """
-    if not issues_groups(group.group_name):
-        return None
     factor = 16 if device.type == "cuda" else 1
     found = []
     for members, size in GROUPS:
@@ -166,7 +164,8 @@ def measure_network(
     }
     source = f"measured, {ranks} ranks on {device.type}, torch {torch.__version__}"
     nodes = ranks // ranks_per_node
-    member_s = _of_rank(ranks - 1, group_member_s(world, device, repeats))
+    groups = issues_groups(world.group_name)
+    member_s = _of_rank(ranks - 1, group_member_s(world, device, repeats) if groups else None)
     return Network("measured", source, ranks_per_node, nodes, links["inside"], links["between"], member_s), fits
 
 

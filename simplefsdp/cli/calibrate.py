@@ -84,7 +84,7 @@ def _lines(profile: HardwareProfile, fits: Mapping[str, Mapping[str, LinkFit]]) 
     )
     member_s = profile.network.member_s
     if fits and member_s is None:
-        yield "groups of collectives: this backend issues their members one by one, so that buckets are packed"
+        yield "groups of collectives: this backend does not issue them together, so buckets are packed"
     elif fits and member_s is not None:
         yield f"groups of collectives: {1e6 * member_s:.1f} us for each member beyond the first"
     for level, found in fits.items():

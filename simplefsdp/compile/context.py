@@ -5,6 +5,7 @@ Nothing here changes while the passes run; what they note down is in a ``Compila
 
 import functools
 import hashlib
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import inductor_passes
 from inductor_passes.collectives import GraphParameter
 from inductor_passes.runtime.graph_dump import Report
 from inductor_passes.scheduling.cost_model import EquivalentGroups
+from inductor_passes.torch_compat.distributed import GROUPING_NCCL, issues_groups_one_by_one
 from inductor_passes.torch_compat.dynamo import compile_id
 from inductor_passes.torch_compat.inductor import get_hash_for_files
 from simplefsdp.analysis.prediction import StepState, step_state
@@ -29,6 +31,8 @@ from simplefsdp.frontend.validation import warn_of_split_buckets, warn_of_whole_
 from simplefsdp.hardware.profile import HardwareProfile
 from simplefsdp.plan.bucket_plan import BucketPlan
 from simplefsdp.plan.grouping import BLOCK, Buckets, GroupingRequest
+
+log = logging.getLogger("simplefsdp")
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class CompilationContext:
     state: StepState
     """Memory and work of a step for this graph's parameters, outside of the graph."""
     profile: HardwareProfile | None
+    cast_in_matmuls: bool
+    """Whether matmuls may make gradients in the dtype of their reduction."""
     equivalent_groups: EquivalentGroups
     """The process groups of the parameters' meshes."""
     key: str
@@ -106,10 +112,12 @@ def compilation_context(
     shapes = [tuple(example_inputs[index]._local_tensor.shape) for index in params]
     equivalent = _equivalent_groups(values)
     prefetch = request.prefetch if isinstance(request, GroupingRequest) else None
-    asked = options.report_dir is not None, profile, sorted(equivalent.items())
+    asked = options.report_dir is not None, profile, options.cast_in_matmuls, sorted(equivalent.items())
     inputs = repr((sorted(params.items()), prefetch, buckets, parameters, shapes, common_facts, asked))
     key = hashlib.sha256(source_hash() + inputs.encode()).hexdigest()
     groups = dict.fromkeys(group.name for info in found.values() for group in info.communication.groups)
+    if profile is not None and profile.member_s is not None and any(map(issues_groups_one_by_one, groups)):
+        _say_that_buckets_are_packed()
     return CompilationContext(
         params=params,
         request=request,
@@ -119,9 +127,20 @@ def compilation_context(
         groups=tuple(groups),
         state=step_state((i, v.dtype, v.requires_grad) for i, v in zip(found.values(), values, strict=True)),
         profile=profile,
+        cast_in_matmuls=options.cast_in_matmuls and options.lower_with == "inductor" and device == torch.device("cuda"),
         equivalent_groups=equivalent,
         key=key,
         report=_report(options, key, example_inputs, nodes),
+    )
+
+
+@functools.cache
+def _say_that_buckets_are_packed() -> None:
+    """Say once why no bucket is grouped."""
+    log.warning(
+        "this NCCL backend issues the collectives of a group one by one, so buckets are copied into one buffer and "
+        "out of it; init_process_group(%r) issues groups",
+        GROUPING_NCCL,
     )
 
 

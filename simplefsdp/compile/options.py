@@ -59,6 +59,10 @@ class Options:
     ``SIMPLEFSDP_REPORT_DIR`` names, if it is set."""
     lower_with: str = "inductor"
     """``"aot_eager"``: no decompositions and no fusion, the same collectives; for numerics work."""
+    cast_in_matmuls: bool = True
+    """Let a GPU's matmuls make gradients in the dtype in which they are reduced, where their buckets are grouped and no
+    peak of memory grows: without a copy, and without the rounding to the weight's dtype that FSDP2 has. Not with
+    ``lower_with="aot_eager"``."""
     inductor: Mapping[str, Any] = field(default_factory=dict)
     """Inductor configuration for this compilation only."""
 
@@ -83,6 +87,8 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
         raise ValueError("option 'lower_with': " + unknown("lowering", parsed.lower_with, _LOWERINGS))
     if parsed.report_dir is not None and not isinstance(parsed.report_dir, str | Path):
         raise TypeError(f"option 'report_dir': expected a path, found {parsed.report_dir!r}")
+    if not isinstance(parsed.cast_in_matmuls, bool):
+        raise TypeError(f"option 'cast_in_matmuls': expected True or False, found {parsed.cast_in_matmuls!r}")
     if not isinstance(parsed.inductor, Mapping):
         raise TypeError(f"option 'inductor': expected a dict of Inductor options, found {parsed.inductor!r}")
     for name in parsed.inductor:

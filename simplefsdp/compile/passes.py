@@ -9,7 +9,8 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from inductor_passes.bucket import assign, bucket
-from inductor_passes.collectives import GraphParameter, identify, reductions
+from inductor_passes.collectives import Collective, GraphParameter, identify, reductions
+from inductor_passes.matmul_casts import cast_in_matmuls
 from inductor_passes.order import order_graph
 from inductor_passes.partition import partition
 from inductor_passes.rounding import skip_rounding
@@ -76,6 +77,7 @@ class Passes:
         undecided = any(param.reshard is None for param in self.given.params.values())
         graphs, params = self._choose_unsharded(joint, inputs, **kwargs) if undecided else (None, self.given.params)
         forward, backward = graphs or partition(joint, inputs, **kwargs)
+        self._cast_in_matmuls(forward.graph, backward.graph)
         self._plan(forward.graph, backward.graph, params)
         return forward, backward
 
@@ -130,6 +132,23 @@ class Passes:
             if fits_memory(request, self.cost_graphs(*(module.graph for module in graphs)), resident):
                 return graphs, params
         return resharded, with_reshard_decided(self.given.params, ())
+
+    def _cast_in_matmuls(self, forward: Graph, backward: Graph) -> None:
+        """Let matmuls cast gradients where that saves more than it costs, and where a peak of memory does not grow."""
+        if not self.given.cast_in_matmuls or self.given.request is None or self.given.profile is None:
+            return
+        _, costs = self.cost_graphs(forward, backward)
+        reduced = {reduction.fqn: reduction for reduction in costs.reductions}
+        peak = max(costs.live_bytes_in_step, default=0)
+
+        def is_allowed(collective: Collective) -> bool:
+            reduction = reduced[collective.fqns[0]]
+            member_s, made_in = reduction.kind.member_s, reduction.ready_slot - 1
+            if member_s is None or member_s >= reduction.nbytes * reduction.kind.copy_s_per_byte or made_in < 0:
+                return False
+            return costs.live_bytes_in_step[made_in] + reduction.nbytes - reduction.gradient_bytes <= peak
+
+        cast_in_matmuls(backward, is_allowed)
 
     def _plan(self, forward: Graph, backward: Graph, params: Mapping[int, GraphParameter]) -> None:
         """Assign the collectives of both graphs to the buckets of their plan."""

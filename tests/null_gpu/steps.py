@@ -10,13 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
+from torch.fx import Graph
 
+from inductor_passes.collectives import Collective
+from inductor_passes.matmul_casts import cast_in_matmuls
 from inductor_passes.torch_compat.distributed import GROUPING_NCCL
 from simplefsdp import BucketPlan, clip_grad_norm_, manual_plan, simple_fsdp
 from simplefsdp.models import llama
@@ -104,6 +108,8 @@ class Step:
     """The code that TorchInductor generated for each pair of graphs: forward, backward."""
     shapes: Mapping[str, tuple[int, ...]]
     """Shape of what is sharded of each parameter; with tensor parallelism that of this rank's part."""
+    cast_in_matmuls: frozenset[str]
+    """FQNs of the gradients that matmuls make in the dtype of their reduction."""
     loaded: list[Event]
     """Kernels that were loaded from cubins in the steps before, and were not loaded by an earlier case."""
     peak_bytes: int
@@ -124,7 +130,16 @@ def run_step(name: str, folder: Path) -> Step:
     torch._dynamo.reset()
     case = CASES[name]
     ranks = math.prod([*case.mesh.values(), case.tensor_parallel])
-    with null_rank(ranks, case.backend) as recorder:
+    cast: list[str] = []
+
+    def noted(graph: Graph, is_allowed: Callable[[Collective], bool]) -> list[str]:
+        cast.extend(found := cast_in_matmuls(graph, is_allowed))
+        return found
+
+    with (
+        null_rank(ranks, case.backend) as recorder,
+        mock.patch("simplefsdp.compile.passes.cast_in_matmuls", noted),
+    ):
         model, shapes = _sharded(case)
         options = {"plan": case.plan, "report_dir": str(folder)}
         if case.plan != "none":
@@ -150,7 +165,7 @@ def run_step(name: str, folder: Path) -> Step:
     predictions = [json.loads(path.read_text()) for graph in graphs if (path := graph / "prediction.json").exists()]
     codes = tuple(tuple(path.read_text() for path in sorted(graph.glob("*_code.py"))) for graph in graphs)
     peaks = tuple(prediction["peak_bytes"] for prediction in predictions)
-    return Step(name, case, *parts, tuple(plans), codes, shapes, loaded, peak, peaks, trace)
+    return Step(name, case, *parts, tuple(plans), codes, shapes, frozenset(cast), loaded, peak, peaks, trace)
 
 
 def _sharded(case: Case) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:

@@ -67,10 +67,11 @@ def numel(step: Step, fqns: Iterable[str], ranks: int) -> int:
 
 def in_place(step: Step, fqn: str) -> bool:
     """Whether a group of reductions can read a gradient where it lies: it is not padded, turned or divided, and cast
-    only in the kernel that makes it."""
+    only in the kernel or matmul that makes it."""
     policy, shape = step.case.policy, step.shapes[fqn]
     made = torch.float32 if fqn == "tok_embeddings.weight" else policy.param_dtype or torch.float32
-    cast = len(shape) > 1 and (policy.reduce_dtype or policy.param_dtype or torch.float32) is not made
+    made_by_matmul = len(shape) > 1 and fqn not in step.cast_in_matmuls
+    cast = made_by_matmul and (policy.reduce_dtype or policy.param_dtype or torch.float32) is not made
     whole = not shape[0] % step.case.mesh["shard"] and "shard_placement_fn" not in step.case.settings
     return whole and not cast and "mode" not in step.case.settings and policy.reduce_dtype is not torch.float16
 
@@ -159,7 +160,7 @@ def launched(events: Sequence[Event]) -> Iterator[str]:
 
 CALLS = re.compile(
     r"^\s+(?!del )(?:.* = )?(?:"
-    r"(?P<kernel>triton_\w+)\.run\(|extern_kernels\.(?P<matmul>mm|addmm|bmm|baddbmm)\(|"
+    r"(?P<kernel>triton_\w+)\.run\(|extern_kernels\.(?P<matmul>mm|addmm|bmm|baddbmm)(?:_dtype)?\(|"
     r"torch\.ops\._c10d_functional\.(?P<collective>all_gather_into_tensor|reduce_scatter_tensor|all_reduce|wait_tensor)"
     r"(?:_coalesced|_out|_)?\.)",
     re.MULTILINE,
@@ -240,6 +241,19 @@ def test_a_bucket_costs_one_kernel_before_its_collective_and_one_behind_the_wait
     names = [event.what.name for event in parts(step)[direction] if isinstance(event.what, Kernel)]
     copies = [each for each in names if any(kind in each for kind in kinds)]
     assert len(copies) == 2 * gathers["packed"] + casts * gathers["grouped"] + len(packed), Counter(copies)
+
+
+def test_matmuls_cast_gradients_where_their_buckets_are_grouped(step: Step) -> None:
+    policy, settings = step.case.policy, step.case.settings
+    possible = step.case.backend == GROUPING_NCCL and not {"mode", "shard_placement_fn"} & set(settings)
+    if possible and policy.param_dtype is torch.bfloat16 and policy.reduce_dtype is torch.float32:
+        matmuls = {fqn for fqn, shape in step.shapes.items() if len(shape) == 2 and "embeddings" not in fqn}
+        small = {fqn for fqn, shape in step.shapes.items() if math.prod(shape) < 2**20}
+        assert step.cast_in_matmuls <= matmuls
+        # The output's gradient is made beside the logits, at the peak.
+        assert step.name == "uneven" or step.cast_in_matmuls >= matmuls - small - {"output.weight"}
+    else:
+        assert not step.cast_in_matmuls
 
 
 def test_buckets_are_grouped_where_the_backend_issues_groups(step: Step) -> None:

@@ -1,9 +1,21 @@
 """Networks that are measured: what is fitted, and to what."""
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from simplefsdp.calibration.measure_network import SIZES, GroupSweep, LinkFit, _links, fit, measure_network
+from simplefsdp.calibration import measure_network as measure_network_module
+from simplefsdp.calibration.measure_network import (
+    SIZES,
+    GroupSweep,
+    LinkFit,
+    _links,
+    fit,
+    group_member_s,
+    measure_network,
+)
 from simplefsdp.hardware.profile import KINDS, Network
 from tests.ranks import Ranks
 
@@ -46,8 +58,7 @@ def test_ranks_measure_the_same_network(four_ranks: Ranks, ranks_per_node: int, 
     network, fits = found[0]
     assert (network.ranks_per_node, network.nodes) == (ranks_per_node, 4 // ranks_per_node)
     assert set(fits) == levels
-    assert network.member_s is not None
-    assert network.member_s >= 0
+    assert network.member_s is None, "gloo copies the members of a group"
     assert all(set(of_level) == {"all_gather", "reduce_scatter", "all_reduce"} for of_level in fits.values())
     of_kind = fits["between" if "between" in levels else "inside"]["reduce_scatter"]
     expected = of_kind.alpha_s + 0.75 * 1e9 * of_kind.s_per_byte
@@ -56,6 +67,23 @@ def test_ranks_measure_the_same_network(four_ranks: Ranks, ranks_per_node: int, 
         assert seconds == pytest.approx(expected)
     else:  # here nodes are one machine, and the inside of them may be what is slow
         assert seconds > 0.999 * expected
+
+
+def _member_s() -> float:
+    world = dist.group.WORLD
+    assert world is not None
+    return group_member_s(world, torch.device("cpu"), 1)
+
+
+def test_each_member_of_a_group_takes_what_a_group_takes_beyond_one_collective(
+    four_ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(found >= 0 for found in four_ranks.run(_member_s))
+    monkeypatch.setattr(measure_network_module, "_seconds", lambda shards, *_: 1e-3 + 2e-5 * (len(shards) - 1))
+    four = mock.Mock(**{"size.return_value": 4})
+    assert group_member_s(four, torch.device("cpu"), 1) == pytest.approx(2e-5)
+    monkeypatch.setattr(measure_network_module, "_seconds", lambda shards, *_: 1e-3 - 2e-5 * len(shards))
+    assert group_member_s(four, torch.device("cpu"), 1) == 0
 
 
 def _refused() -> str:

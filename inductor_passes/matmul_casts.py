@@ -1,0 +1,65 @@
+"""Let matmuls make gradients in the dtype in which they are reduced.
+
+::
+
+    mm in bf16 - view* - cast to fp32 - reduce_scatter   ==>   mm in bf16 with a result in fp32 - view* - reduce_scatter
+
+A GPU's matmul sums up in fp32 and rounds the sum, and the cast is a copy of the gradient. Without both, a group of
+reductions reads the gradient where the matmul has put it. The gradient is not rounded then, as FSDP2's is, and takes
+twice the memory from the matmul on instead of from the cast on. ``lower_with="aot_eager"`` keeps the cast.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import Graph, Node
+
+from inductor_passes.collectives import CASTS, REDUCE_SCATTER, Collective, reductions
+from inductor_passes.fusion import is_view
+
+_MATMUL = torch.ops.aten.mm.default
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def cast_in_matmuls(graph: Graph, is_allowed: Callable[[Collective], bool]) -> list[str]:
+    """Replace casts of gradients to float32 by matmuls with such a result, where ``is_allowed``; return their FQNs.
+
+    Gradients on other devices than GPUs, and those that an all-reduce reduces, which are packed, keep their casts.
+    """
+    replaced: list[str] = []
+    for reduction in reductions(graph):
+        chain = _from_matmul(reduction)
+        if chain and is_allowed(reduction):
+            _cast_in(graph, *chain)
+            replaced += reduction.fqns
+    graph.lint()
+    return replaced
+
+
+def _from_matmul(reduction: Collective) -> tuple[Node, list[Node], Node] | None:
+    """Return the matmul that makes a reduction's gradient, the views of its result, and the cast of the last view."""
+    cast, alone = reduction.input, reduction.node.target is REDUCE_SCATTER and reduction.all_reduce_after is None
+    if not alone or cast.target not in CASTS or len(cast.users) != 1 or cast.meta["val"].dtype is not torch.float32:
+        return None
+    views: list[Node] = []
+    node = cast.all_input_nodes[0]
+    while is_view(node) and len(node.users) == 1:
+        views.insert(0, node)
+        node = node.all_input_nodes[0]
+    value = node.meta["val"]
+    if node.target is not _MATMUL or len(node.users) != 1 or value.dtype not in _HALF or not value.is_cuda:
+        return None
+    return node, views, cast
+
+
+def _cast_in(graph: Graph, matmul: Node, views: list[Node], cast: Node) -> None:
+    dtype = cast.meta["val"].dtype
+    with graph.inserting_before(matmul):
+        whole = graph.call_function(torch.ops.aten.mm.dtype, (*matmul.args, dtype))
+    whole.meta = {**matmul.meta, "val": matmul.meta["val"].to(dtype)}
+    matmul.replace_all_uses_with(whole)
+    for view in views:
+        view.meta["val"] = view.meta["val"].to(dtype)
+    cast.replace_all_uses_with(cast.all_input_nodes[0])
+    graph.erase_node(cast)
+    graph.erase_node(matmul)
