@@ -68,6 +68,8 @@ class BucketExplanation:
     """Reason why the bucket is not issued earlier, or awaited later, in words."""
     closed: str
     """Reason why the next bucket is not part of this one, in words."""
+    group: int = 1
+    """Number of collectives that are issued together, from and into memory of their own; 1: members are packed."""
     measured: MeasuredBucket | None = None
 
 
@@ -304,6 +306,7 @@ def _explained(direction: str, one: Diagnosis, freed: Mapping[str, float]) -> Bu
         one.bound,
         one.where,
         one.closed,
+        max(span.parts for span in spans),
     )
 
 
@@ -375,6 +378,8 @@ def _heading(direction: str, shown: int, buckets: int) -> str:
 
 def _row(bucket: BucketExplanation) -> str:
     what = f"{bucket.nbytes / 2**20:8.2f} MiB {1e3 * bucket.held_s:7.2f} ms  {fqn_range(bucket.parameters)}"
+    if bucket.group > 1:
+        what += f", a group of {bucket.group}"
     measured = f"\n{_times(bucket.measured)}  measured" if bucket.measured else ""
     return f"{_times(bucket)}  {what}{measured}\n      {bucket.bound}: {bucket.where}; {bucket.closed}"
 

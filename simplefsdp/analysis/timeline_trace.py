@@ -89,6 +89,7 @@ def _of_span(track: int, span: CollectiveSpan, begin: float) -> Iterator[dict[st
     about = {
         "parameters": list(span.fqns),
         "bytes": span.nbytes,
+        "collectives": span.parts,
         "issued_us": _us(begin + span.issued),
         "awaited_us": _us(begin + span.awaited),
     }

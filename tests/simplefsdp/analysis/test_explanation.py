@@ -5,13 +5,13 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather
-from inductor_passes.scheduling.issue_points import Bucket
+from inductor_passes.scheduling.issue_points import Bucket, Form
 from simplefsdp import BucketPlan
 from simplefsdp.analysis.explanation import Explanation, explain
 from simplefsdp.analysis.prediction import StepCosts
@@ -188,3 +188,17 @@ def test_a_weight_is_held_until_it_was_read_for_the_last_time() -> None:
     found = explain(plan, costs).buckets
     assert [bucket.held_s for bucket in found] == [9, 13, 13]
     assert [bucket.held_bytes for bucket in found] == [8, 8, 8]
+
+
+def test_a_group_of_collectives_is_shown_as_one() -> None:
+    kind = CollectiveKind("0", 1.0, 0.0, member_s=0.5)
+    weights = tuple(Gather(f"w{i}", kind, 8, first_use_slot=0, last_use_slot=0) for i in range(3))
+    costs = StepCosts(
+        "test", CostGraph((4.0,), (0,), (0, 0), weights, ()), CostGraph((), (), (0,), (), ()), 0, 0.0, 1e9
+    )
+    fqns = tuple(weight.fqn for weight in weights)
+    for form, members, seconds in (("packed", 1, 1.0), ("grouped", 3, 2.0)):
+        bucket = Bucket(fqns, None, "w0", form=cast(Form, form))
+        found = explain(BucketPlan((bucket,), (), (), (), tuple((fqn, (2,)) for fqn in fqns)), costs)
+        assert [(one.group, one.communication_s) for one in found.buckets] == [(members, seconds)]
+        assert ("a group of 3" in found.text()) == (form == "grouped")
