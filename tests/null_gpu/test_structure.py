@@ -70,6 +70,8 @@ def in_place(step: Step, fqn: str) -> bool:
     only in the kernel or matmul that makes it."""
     policy, shape = step.case.policy, step.shapes[fqn]
     made = torch.float32 if fqn == "tok_embeddings.weight" else policy.param_dtype or torch.float32
+    if len(shape) == 1 and step.case.tensor_parallel > 1:  # summed over the tensor-parallel ranks, and cast afterwards
+        return False
     made_by_matmul = len(shape) > 1 and fqn not in step.cast_in_matmuls
     cast = made_by_matmul and (policy.reduce_dtype or policy.param_dtype or torch.float32) is not made
     whole = not shape[0] % step.case.mesh["shard"] and "shard_placement_fn" not in step.case.settings
@@ -248,7 +250,7 @@ def test_matmuls_cast_gradients_where_their_buckets_are_grouped(step: Step) -> N
     possible = step.case.backend == GROUPING_NCCL and not {"mode", "shard_placement_fn"} & set(settings)
     if possible and policy.param_dtype is torch.bfloat16 and policy.reduce_dtype is torch.float32:
         matmuls = {fqn for fqn, shape in step.shapes.items() if len(shape) == 2 and "embeddings" not in fqn}
-        small = {fqn for fqn, shape in step.shapes.items() if math.prod(shape) < 2**20}
+        small = {fqn for fqn, shape in step.shapes.items() if math.prod(shape) <= 2**20}
         assert step.cast_in_matmuls <= matmuls
         # The output's gradient is made beside the logits, at the peak.
         assert step.name == "uneven" or step.cast_in_matmuls >= matmuls - small - {"output.weight"}
@@ -257,14 +259,16 @@ def test_matmuls_cast_gradients_where_their_buckets_are_grouped(step: Step) -> N
 
 
 def test_buckets_are_grouped_where_the_backend_issues_groups(step: Step) -> None:
-    """Gathers of Llama's blocks are large: their copies cost more than the members of a group."""
+    """Gathers of Llama's blocks are large: their copies cost more than the members of a group; those of "uneven" are
+    small."""
+    grouped_here = step.case.backend == GROUPING_NCCL and step.name != "uneven"
     grouped = {bucket.form for plan in step.plans for bucket in plan.forward if len(bucket.fqns) > 1}
-    assert step.case.plan == "none" or grouped <= {"grouped" if step.case.backend == GROUPING_NCCL else "packed"}
+    assert step.case.plan == "none" or grouped <= {"grouped" if grouped_here else "packed"}
     if step.case.policy.param_dtype == step.case.policy.reduce_dtype and step.case.backend == GROUPING_NCCL:
         assert "grouped" in {bucket.form for plan in step.plans for bucket in plan.reductions}
 
 
-MISPREDICTED = {"auto-kept": 0.81, "tensor-parallel": 0.84, "replicate": 1.07}
+MISPREDICTED = {"auto-kept": 0.81, "tensor-parallel": 0.84, "replicate": 1.07, "checkpointing": 1.10}
 """Cases whose predicted peak is off, and how large it is for each byte of the allocator's."""
 WORKSPACE = 40 * 2**20
 """Bytes at most that cuBLAS asks torch's allocator for; they are not predicted."""
