@@ -116,8 +116,9 @@ def compilation_context(
     inputs = repr((sorted(params.items()), prefetch, buckets, parameters, shapes, common_facts, asked))
     key = hashlib.sha256(source_hash() + inputs.encode()).hexdigest()
     groups = dict.fromkeys(group.name for info in found.values() for group in info.communication.groups)
-    if profile is not None and profile.member_s is not None and any(map(issues_groups_one_by_one, groups)):
-        _say_that_buckets_are_packed()
+    might_group = profile is not None and profile.member_s is not None
+    if (might_group or isinstance(request, BucketPlan)) and any(map(issues_groups_one_by_one, groups)):
+        _say_that_groups_are_not_issued()
     return CompilationContext(
         params=params,
         request=request,
@@ -135,11 +136,11 @@ def compilation_context(
 
 
 @functools.cache
-def _say_that_buckets_are_packed() -> None:
-    """Say once why no bucket is grouped."""
+def _say_that_groups_are_not_issued() -> None:
+    """Say once why no bucket is grouped, or why those of a given plan are slow."""
     log.warning(
-        "this NCCL backend issues the collectives of a group one by one, so buckets are copied into one buffer and "
-        "out of it; init_process_group(%r) issues groups",
+        "this NCCL backend issues the collectives of a group one by one, so buckets are better copied into one buffer "
+        "and out of it, which planners do; init_process_group(%r) issues groups",
         GROUPING_NCCL,
     )
 

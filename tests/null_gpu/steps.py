@@ -6,21 +6,18 @@ it takes to compile it.
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
-from torch.fx import Graph
 
-from inductor_passes.collectives import Collective
-from inductor_passes.matmul_casts import cast_in_matmuls
 from inductor_passes.torch_compat.distributed import GROUPING_NCCL
 from simplefsdp import BucketPlan, clip_grad_norm_, manual_plan, simple_fsdp
 from simplefsdp.models import llama
@@ -29,6 +26,8 @@ from simplefsdp.null_gpu.rank import null_rank
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 SEQ = 2048
+REDUCED_FROM_MATMUL = re.compile(r"reduce_scatter_tensor\.default\(mm_dtype\w*, .*# (\S+)$", re.MULTILINE)
+"""A reduction, in the text of a graph, of what a matmul has put into memory in the dtype of the reduction."""
 
 
 class UnevenNet(nn.Module):
@@ -130,16 +129,7 @@ def run_step(name: str, folder: Path) -> Step:
     torch._dynamo.reset()
     case = CASES[name]
     ranks = math.prod([*case.mesh.values(), case.tensor_parallel])
-    cast: list[str] = []
-
-    def noted(graph: Graph, is_allowed: Callable[[Collective], bool]) -> list[str]:
-        cast.extend(found := cast_in_matmuls(graph, is_allowed))
-        return found
-
-    with (
-        null_rank(ranks, case.backend) as recorder,
-        mock.patch("simplefsdp.compile.passes.cast_in_matmuls", noted),
-    ):
+    with null_rank(ranks, case.backend) as recorder:
         model, shapes = _sharded(case)
         options = {"plan": case.plan, "report_dir": str(folder)}
         if case.plan != "none":
@@ -163,9 +153,11 @@ def run_step(name: str, folder: Path) -> Step:
     graphs = _graphs(folder)
     plans = [BucketPlan.load(graph / "plan.json") for graph in graphs if (graph / "plan.json").exists()]
     predictions = [json.loads(path.read_text()) for graph in graphs if (path := graph / "prediction.json").exists()]
+    before = [path.read_text() for graph in graphs for path in graph.glob("*_backward_before_bucket.txt")]
+    cast = frozenset(fqn for text in before for fqn in REDUCED_FROM_MATMUL.findall(text))
     codes = tuple(tuple(path.read_text() for path in sorted(graph.glob("*_code.py"))) for graph in graphs)
     peaks = tuple(prediction["peak_bytes"] for prediction in predictions)
-    return Step(name, case, *parts, tuple(plans), codes, shapes, frozenset(cast), loaded, peak, peaks, trace)
+    return Step(name, case, *parts, tuple(plans), codes, shapes, cast, loaded, peak, peaks, trace)
 
 
 def _sharded(case: Case) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
