@@ -15,6 +15,7 @@ from inductor_passes.scheduling.issue_points import buckets_of, schedule_of
 from inductor_passes.scheduling.keep_unsharded import choose_unsharded
 from inductor_passes.scheduling.replay import Timeline
 from inductor_passes.scheduling.search import TIME_TOLERANCE, greedy_schedule, least_memory_schedule, search_schedule
+from inductor_passes.scheduling.slack import with_slack
 from simplefsdp.analysis.prediction import Prediction, StepCosts, StepState, predict, step_costs, timelines
 from simplefsdp.frontend.sharding import Reshard
 from simplefsdp.hardware.profile import HardwareProfile
@@ -135,11 +136,11 @@ def search_plan(request: SearchRequest, step: StepToPlan) -> BucketPlan:
             proposals = [schedule_of(graph, gathers, known.reductions), by_rule.schedule]
             best = search_schedule(graph, limit, proposals, tolerance=TIME_TOLERANCE if request.budget is None else 0.0)
             assert best is not None
-            schedules.append(best)
+            schedules.append(with_slack(graph, best.schedule, best.timeline.peak))
         else:
-            schedules.append(by_rule if by_rule.timeline.peak <= limit else lowest)
+            schedules.append((by_rule if by_rule.timeline.peak <= limit else lowest).schedule)
     (forward, _), (backward, reductions) = (
-        buckets_of(graph, best.schedule, position) for graph, best in zip(graphs, schedules, strict=True)
+        buckets_of(graph, schedule, position) for graph, schedule in zip(graphs, schedules, strict=True)
     )
     return _with_forms(BucketPlan(forward, backward, reductions, step.keep_unsharded, step.parameters), graphs)
 

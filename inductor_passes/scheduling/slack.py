@@ -1,0 +1,72 @@
+"""Slack for what a prediction cannot know: reductions awaited later, and gathers issued earlier, where memory allows.
+
+Nobody needs a reduction's result before the optimizer, so awaiting it earlier buys memory and nothing else; and a wait
+that sits where the reduction is predicted to end holds compute up as soon as compute is faster than predicted. A gather
+that is issued just in time does the same where the network is slower than predicted.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+
+from inductor_passes.scheduling import issue_points
+from inductor_passes.scheduling.cost_graph import CostGraph
+from inductor_passes.scheduling.issue_points import Schedule, ScheduledBucket
+from inductor_passes.scheduling.replay import Timeline, replay
+
+_EARLIER = (8, 4, 2, 1)
+"""By how many places a gather may be issued earlier; the most that fits counts."""
+
+
+def with_slack(graph: CostGraph, schedule: Schedule, peak: float) -> Schedule:
+    """Return ``schedule`` with its reductions awaited later and its gathers issued earlier, at the same predicted time.
+
+    Buckets, and the order in which gathers and reductions are issued, stay as they are.
+
+    Args:
+        graph: the graph of the schedule.
+        schedule: its slots are among those that a plan can name.
+        peak: bytes that may be in use, at least those of ``schedule``.
+    """
+    best = replay(graph, schedule)
+    limit = best.seconds
+
+    def fits(timeline: Timeline) -> bool:
+        return timeline.seconds <= limit and timeline.peak <= peak
+
+    end = len(graph.seconds)
+    for i in reversed(range(len(schedule.reductions))):
+        waits = issue_points.reduction_wait_slots(schedule, end)
+        schedule = _first_that_fits(graph, schedule, _later_waits(schedule, i, waits), fits)
+    for i in range(len(schedule.gathers)):
+        schedule = _first_that_fits(graph, schedule, _earlier_issues(graph, schedule, i), fits)
+    return schedule
+
+
+def _first_that_fits(
+    graph: CostGraph, schedule: Schedule, changed: Iterator[Schedule], fits: Callable[[Timeline], bool]
+) -> Schedule:
+    return next((other for other in changed if fits(replay(graph, other))), schedule)
+
+
+def _later_waits(schedule: Schedule, i: int, waits: list[int]) -> Iterator[Schedule]:
+    """Yield the schedule with reduction ``i`` awaited in a later slot, the latest first, then half as far, ..."""
+    reduction = schedule.reductions[i]
+    later = waits[bisect_right(waits, reduction.wait_slot) :]
+    while later:
+        moved = reduction._replace(wait_slot=later[-1])
+        yield schedule._replace(reductions=_with(schedule.reductions, i, moved))
+        later = later[: len(later) // 2]
+
+
+def _earlier_issues(graph: CostGraph, schedule: Schedule, i: int) -> Iterator[Schedule]:
+    """Yield the schedule with gather ``i`` issued in an earlier slot, not before the gather in front of it."""
+    gather = schedule.gathers[i]
+    first = schedule.gathers[i - 1].issue_slot if i else 0
+    slots = [slot for slot in issue_points.gather_issue_slots(graph) if first <= slot < gather.issue_slot]
+    for places in dict.fromkeys(min(earlier, len(slots)) for earlier in _EARLIER if slots):
+        moved = gather._replace(issue_slot=slots[-places])
+        yield schedule._replace(gathers=_with(schedule.gathers, i, moved))
+
+
+def _with(buckets: tuple[ScheduledBucket, ...], i: int, new: ScheduledBucket) -> tuple[ScheduledBucket, ...]:
+    return (*buckets[:i], new, *buckets[i + 1 :])
