@@ -127,7 +127,7 @@ def step_of(name: str, args: argparse.Namespace) -> Measured:
         local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
     head_dim = config.dim // config.heads
     sizes = Sizes(1, args.seq, config.dim, config.heads, head_dim, config.vocab_size, local)
-    return _measured(name, peak, events, simulate(events, profile, sizes))
+    return _measured(name, peak, events, simulate(events, profile, sizes, host_factor=args.host))
 
 
 def _measured(name: str, peak: int, events: Sequence[Event], simulated: SimulatedStep) -> Measured:
@@ -186,6 +186,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--seq", type=int, default=2048, help="tokens of a rank")
     parser.add_argument("--checkpointing", default="none", help="activation checkpointing of the model")
+    parser.add_argument(
+        "--host", type=float, default=0.5, help="CPU time of a GPU's host for each second of this machine's"
+    )
     parser.add_argument("--systems", default="fsdp2-titan,block,auto", help="auto:13GiB: with a memory budget")
     parser.add_argument("--out", type=Path, help="folder for the table")
     args = parser.parse_args()
@@ -194,7 +197,8 @@ def main() -> None:
     heading = (
         f"Llama 3 {args.model}, {args.layers} layers, checkpointing {args.checkpointing}, rank 0 of {args.ranks}, 1 x "
         f"{args.seq} tokens, bf16, fp32 reductions, fused AdamW; simulated: structure of torch's own CUDA calls on a "
-        f"null GPU ({torch.cuda.get_device_name()}), times of the built-in profile; torch {torch.__version__}"
+        f"null GPU ({torch.cuda.get_device_name()}), times of the built-in profile, CPU times of this host times "
+        f"{args.host:g}; torch {torch.__version__}"
     )
     text = "\n\n".join(filter(None, [heading, table(found), _unknown(found)])) + "\n"
     print(text)
