@@ -1,13 +1,14 @@
 """Small models and steps that several tests use."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from simplefsdp import HardwareProfile
+from simplefsdp import BucketPlan, HardwareProfile
 from simplefsdp.hardware.profile import flat
 from simplefsdp.models import llama
 
@@ -38,6 +39,15 @@ def fsdp2(model: llama.Llama, policy: MixedPrecisionPolicy, **kwargs: Any) -> ll
     for group in (model.tok_embeddings, *model.layers, [model.norm, model.output], model):
         fully_shard(group, mp_policy=policy, **kwargs)
     return model
+
+
+def in_groups(plan: BucketPlan) -> BucketPlan:
+    """``plan`` with all buckets grouped."""
+    forward, backward, reductions = (
+        tuple(bucket._replace(form="grouped") for bucket in buckets)
+        for buckets in (plan.forward, plan.backward, plan.reductions)
+    )
+    return replace(plan, forward=forward, backward=backward, reductions=reductions)
 
 
 def batch(step: int, rank: int, vocab_size: int = 30, seq_len: int = 16) -> tuple[Tensor, Tensor]:

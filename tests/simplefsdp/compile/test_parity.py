@@ -1,6 +1,5 @@
 """Training is bitwise FSDP2's, and close to a single process on the same global batch."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from simplefsdp import BucketPlan, manual_plan, simple_fsdp
-from tests.models import batch, fsdp2, local, tiny_llama, train
+from tests.models import batch, fsdp2, in_groups, local, tiny_llama, train
 from tests.ranks import Ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -83,25 +82,20 @@ def _saved(folder: str) -> None:
 
 
 def test_grouped_buckets_train_bitwise_as_packed_ones(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(_grouped, "bf16 reduced in bf16", "aot_eager", str(tmp_path), {"layers": 2})
+    two_ranks.run(_grouped, "bf16 reduced in bf16", str(tmp_path), {"layers": 2})
 
 
 def test_grouped_buckets_of_uneven_shards_train_as_packed_ones(four_ranks: Ranks, tmp_path: Path) -> None:
     # The order in which gloo sums up more than two ranks depends on the place in the buffer.
-    four_ranks.run(_grouped, "fp32", "aot_eager", str(tmp_path), {"ffn_dim": 9, "layers": 2}, GRADIENT_TOLERANCE)
+    four_ranks.run(_grouped, "fp32", str(tmp_path), {"ffn_dim": 9, "layers": 2}, GRADIENT_TOLERANCE)
 
 
-@pytest.mark.slow
-def test_grouped_buckets_by_inductor_train_bitwise_as_packed_ones(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(_grouped, "fp32", "inductor", str(tmp_path), {"layers": 2})
-
-
-def _grouped(policy: str, lower_with: str, folder: str, changes: dict[str, Any], atol: float = 0.0) -> None:
-    options: dict[str, Any] = {"lower_with": lower_with, "plan": "block", "report_dir": f"{folder}/packed"}
+def _grouped(policy: str, folder: str, changes: dict[str, Any], atol: float = 0.0) -> None:
+    options: dict[str, Any] = {"lower_with": "aot_eager", "plan": "block", "report_dir": f"{folder}/packed"}
     expected = _ours(POLICIES[policy], options, changes, 3)
     dist.barrier()
     (path,) = Path(folder).rglob("plan.json")
-    plan = _in_groups(BucketPlan.load(path))
+    plan = in_groups(BucketPlan.load(path))
     torch._dynamo.reset()
     options |= {"plan": plan, "report_dir": f"{folder}/grouped"}
     found = _ours(POLICIES[policy], options, changes, 3)
@@ -114,14 +108,6 @@ def _grouped(policy: str, lower_with: str, folder: str, changes: dict[str, Any],
             assert "unpack_weights" not in after.read_text()
         several = sum(len(bucket.fqns) > 1 for bucket in plan.reductions)
         assert after.read_text().count("reduce_scatter_tensor_coalesced.default(") == several
-
-
-def _in_groups(plan: BucketPlan) -> BucketPlan:
-    forward, backward, reductions = (
-        tuple(bucket._replace(form="grouped") for bucket in buckets)
-        for buckets in (plan.forward, plan.backward, plan.reductions)
-    )
-    return replace(plan, forward=forward, backward=backward, reductions=reductions)
 
 
 def test_training_on_four_uneven_ranks_with_block_buckets_is_bitwise_fsdp2(four_ranks: Ranks) -> None:
