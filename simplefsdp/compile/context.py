@@ -20,7 +20,7 @@ import inductor_passes
 from inductor_passes.collectives import GraphParameter
 from inductor_passes.runtime.graph_dump import Report
 from inductor_passes.scheduling.cost_model import EquivalentGroups
-from inductor_passes.torch_compat.distributed import GROUPING_NCCL, issues_groups_one_by_one
+from inductor_passes.torch_compat.distributed import GROUPING_NCCL, issues_groups, issues_groups_one_by_one
 from inductor_passes.torch_compat.dynamo import compile_id
 from inductor_passes.torch_compat.inductor import get_hash_for_files
 from simplefsdp.analysis.prediction import StepState, step_state
@@ -113,9 +113,10 @@ def compilation_context(
     equivalent = _equivalent_groups(values)
     prefetch = request.prefetch if isinstance(request, GroupingRequest) else None
     asked = options.report_dir is not None, profile, options.cast_in_matmuls, sorted(equivalent.items())
-    inputs = repr((sorted(params.items()), prefetch, buckets, parameters, shapes, common_facts, asked))
-    key = hashlib.sha256(source_hash() + inputs.encode()).hexdigest()
     groups = dict.fromkeys(group.name for info in found.values() for group in info.communication.groups)
+    grouping = [*map(issues_groups, groups)]
+    inputs = repr((sorted(params.items()), prefetch, buckets, parameters, shapes, common_facts, asked, grouping))
+    key = hashlib.sha256(source_hash() + inputs.encode()).hexdigest()
     might_group = profile is not None and profile.member_s is not None
     if (might_group or isinstance(request, BucketPlan)) and any(map(issues_groups_one_by_one, groups)):
         _say_that_groups_are_not_issued()

@@ -162,10 +162,25 @@ def test_the_cache_key_holds_plan_options_and_whether_there_is_a_report(tmp_path
         {"plan": manual_plan([["layers.*"]], prefetch=1)},
         {"plan": "block", "report_dir": str(tmp_path)},
         {"plan": "block", "inductor": {"max_autotune": True}},
+        {"plan": "block", "cast_in_matmuls": False},
     ]
     keys = [_key(options=each) for each in options]
     assert len(set(keys)) == len(options)
     assert keys == [_key(options=each) for each in options]
+
+
+@one_of_four
+def test_the_cache_key_holds_whether_groups_are_issued_and_a_warning_says_so_once(monkeypatch, caplog):
+    profile = {"plan": "block", "profile": "h100/h100-1-node"}
+    key = _key(options=profile)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda _: "an nccl that issues no groups")
+    assert _key(options=profile) == _key(options=profile) != key
+    assert [
+        record.message for record in caplog.records if "issues the collectives of a group one by one" in record.message
+    ]
+    caplog.clear()
+    _key(options=profile)
+    assert not caplog.records
 
 
 @one_of_four
