@@ -193,14 +193,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for the table")
     args = parser.parse_args()
     inductor_config.benchmark_kernel = True  # kernels carry the bytes that they move
-    found = [step_of(name, args) for name in args.systems.split(",")]
+    found, refused = [], []
+    for name in args.systems.split(","):
+        try:
+            found.append(step_of(name, args))
+        except torch._dynamo.exc.BackendCompilerFailed as error:  # a memory budget that cannot be met
+            refused.append(f"{name}: refused: {error.inner_exception}")
     heading = (
         f"Llama 3 {args.model}, {args.layers} layers, checkpointing {args.checkpointing}, rank 0 of {args.ranks}, 1 x "
         f"{args.seq} tokens, bf16, fp32 reductions, fused AdamW; simulated: structure of torch's own CUDA calls on a "
         f"null GPU ({torch.cuda.get_device_name()}), times of the built-in profile, CPU times of this host times "
         f"{args.host:g}; torch {torch.__version__}"
     )
-    text = "\n\n".join(filter(None, [heading, table(found), _unknown(found)])) + "\n"
+    text = "\n\n".join(filter(None, [heading, table(found), _unknown(found), *refused])) + "\n"
     print(text)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
