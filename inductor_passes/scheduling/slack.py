@@ -13,6 +13,8 @@ from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.issue_points import Schedule, ScheduledBucket
 from inductor_passes.scheduling.replay import Timeline, replay
 
+_WAITS = 4
+"""Number of later slots that are tried for each wait."""
 _EARLIER = (8, 4, 2, 1)
 """By how many places a gather may be issued earlier; the most that fits counts."""
 
@@ -52,10 +54,11 @@ def _later_waits(schedule: Schedule, i: int, waits: list[int]) -> Iterator[Sched
     """Yield the schedule with reduction ``i`` awaited in a later slot, the latest first, then half as far, ..."""
     reduction = schedule.reductions[i]
     later = waits[bisect_right(waits, reduction.wait_slot) :]
-    while later:
-        moved = reduction._replace(wait_slot=later[-1])
-        yield schedule._replace(reductions=_with(schedule.reductions, i, moved))
-        later = later[: len(later) // 2]
+    for _ in range(_WAITS):
+        if later:
+            moved = reduction._replace(wait_slot=later[-1])
+            yield schedule._replace(reductions=_with(schedule.reductions, i, moved))
+            later = later[: len(later) // 2]
 
 
 def _earlier_issues(graph: CostGraph, schedule: Schedule, i: int) -> Iterator[Schedule]:
