@@ -129,11 +129,20 @@ def compilation_context(
         groups=tuple(groups),
         state=step_state((i, v.dtype, v.requires_grad) for i, v in zip(found.values(), values, strict=True)),
         profile=profile,
-        cast_in_matmuls=options.cast_in_matmuls and options.lower_with == "inductor" and device == torch.device("cuda"),
+        cast_in_matmuls=_casts_in_matmuls(options, device),
         equivalent_groups=equivalent,
         key=key,
         report=_report(options, key, example_inputs, nodes),
     )
+
+
+def _casts_in_matmuls(options: Options, device: torch.device | None) -> bool:
+    """Return whether matmuls may make gradients in the dtype of their reduction: not within a memory budget.
+
+    Peaks of plans with such gradients were predicted 12 % too low on a null GPU (Llama 3 8B, a budget of 13.3 GiB).
+    """
+    allowed = options.cast_in_matmuls and options.memory_budget is None
+    return allowed and options.lower_with == "inductor" and device == torch.device("cuda")
 
 
 @functools.cache

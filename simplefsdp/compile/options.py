@@ -62,7 +62,7 @@ class Options:
     cast_in_matmuls: bool = True
     """Let a GPU's matmuls make gradients in the dtype in which they are reduced, where their buckets are grouped and no
     peak of memory grows: without a copy, and without the rounding to the weight's dtype that FSDP2 has. Not with
-    ``lower_with="aot_eager"``."""
+    ``lower_with="aot_eager"`` and not with a ``memory_budget``."""
     inductor: Mapping[str, Any] = field(default_factory=dict)
     """Inductor configuration for this compilation only."""
 
