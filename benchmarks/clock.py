@@ -149,9 +149,10 @@ def _measured(name: str, peak: int, events: Sequence[Event], simulated: Simulate
 def table(found: Sequence[Measured]) -> str:
     """Return a table in Markdown with one row for each system; ratios are to the first."""
     first = found[0]
-    columns = "system", "step, ms", "to the first", "exposed, ms", "compute, ms", "copies of buckets, ms", "channel, ms"
+    times = "step, ms", "to the first", "exposed, ms", "compute, ms", "copies of buckets, ms", "channel, ms", "host, ms"
+    counts = "kernels", "copies", "collectives", "stream waits", "host waits"
     return markdown_table(
-        [*columns, "host, ms", "peak, GiB", "to the first", "kernels", "copies", "collectives", "stream waits"],
+        ["system", *times, "peak, GiB", "to the first", *counts],
         [
             [
                 each.system,
@@ -168,6 +169,7 @@ def table(found: Sequence[Measured]) -> str:
                 str(each.copies),
                 str(each.collectives),
                 str(each.stream_waits),
+                str(each.host_waits),
             ]
             for each in found
         ],
@@ -175,8 +177,8 @@ def table(found: Sequence[Measured]) -> str:
 
 
 def _unknown(found: Iterable[Measured]) -> str:
-    lines = [f"{each.system}: kernels of unknown size: {dict(each.simulated.unknown)}" for each in found]
-    return "\n".join(line for line, each in zip(lines, found, strict=True) if each.simulated.unknown)
+    counts = {each.system: each.simulated.unknown for each in found if each.simulated.unknown}
+    return "\n".join(f"{system}: kernels of unknown size: {dict(count)}" for system, count in counts.items())
 
 
 def main() -> None:
@@ -205,7 +207,7 @@ def main() -> None:
         f"null GPU ({torch.cuda.get_device_name()}), times of the built-in profile, CPU times of this host times "
         f"{args.host:g}; torch {torch.__version__}"
     )
-    text = "\n\n".join(filter(None, [heading, table(found), _unknown(found), *refused])) + "\n"
+    text = "\n\n".join(filter(None, [heading, table(found) if found else "", _unknown(found), *refused])) + "\n"
     print(text)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)

@@ -230,12 +230,10 @@ def _prepared(
 
 def _group(target: Any, inputs: list[Node], parts: Sequence[tuple[Collective, ...]]) -> list[Node]:
     """Insert a group of collectives, one for each part of the members, and return the waits for them."""
-    like = parts[0][0]
-    issued = _call(target, inputs, *like.options)
+    issued = _call(target, inputs, *parts[0][0].options)
     results = [_call(operator.getitem, issued, i) for i in range(len(parts))]
-    for node, members in ((issued, chain(*parts)), *zip(results, parts, strict=True)):
-        node.meta[FQNS] = tuple(fqn for member in members for fqn in member.fqns)
-        node.meta[BUCKET] = _bucket_of(like)
+    for node, members in ((issued, [*chain(*parts)]), *zip(results, parts, strict=True)):
+        _mark(node, members)
     return [_call(WAIT, result) for result in results]
 
 
@@ -265,9 +263,14 @@ def _gradient(node: Node, ranks: int) -> Node:
 
 def _collective(like: Node, packed: Node, members: Sequence[Collective], *options: object) -> Node:
     node = _call(like.target, packed, *options)
-    node.meta[FQNS] = tuple(fqn for member in members for fqn in member.fqns)
-    node.meta[BUCKET] = like.meta[BUCKET]
+    _mark(node, members)
     return _call(WAIT, node)
+
+
+def _mark(node: Node, members: Sequence[Collective]) -> None:
+    """Note on ``node`` whose collective it is."""
+    node.meta[FQNS] = tuple(fqn for member in members for fqn in member.fqns)
+    node.meta[BUCKET] = _bucket_of(members[0])
 
 
 def _replace(members: Sequence[Collective], results: Sequence[Node]) -> None:

@@ -35,12 +35,12 @@ def with_slack(graph: CostGraph, schedule: Schedule, peak: float) -> Schedule:
     def fits(timeline: Timeline) -> bool:
         return timeline.seconds <= limit and timeline.peak <= peak
 
-    end = len(graph.seconds)
+    waits = issue_points.reduction_wait_slots(schedule, len(graph.seconds))
     for i in reversed(range(len(schedule.reductions))):
-        waits = issue_points.reduction_wait_slots(schedule, end)
         schedule = _first_that_fits(graph, schedule, _later_waits(schedule, i, waits), fits)
+    issues = issue_points.gather_issue_slots(graph)
     for i in range(len(schedule.gathers)):
-        schedule = _first_that_fits(graph, schedule, _earlier_issues(graph, schedule, i), fits)
+        schedule = _first_that_fits(graph, schedule, _earlier_issues(schedule, i, issues), fits)
     return schedule
 
 
@@ -61,11 +61,11 @@ def _later_waits(schedule: Schedule, i: int, waits: list[int]) -> Iterator[Sched
             later = later[: len(later) // 2]
 
 
-def _earlier_issues(graph: CostGraph, schedule: Schedule, i: int) -> Iterator[Schedule]:
+def _earlier_issues(schedule: Schedule, i: int, issues: list[int]) -> Iterator[Schedule]:
     """Yield the schedule with gather ``i`` issued in an earlier slot, not before the gather in front of it."""
     gather = schedule.gathers[i]
     first = schedule.gathers[i - 1].issue_slot if i else 0
-    slots = [slot for slot in issue_points.gather_issue_slots(graph) if first <= slot < gather.issue_slot]
+    slots = [slot for slot in issues if first <= slot < gather.issue_slot]
     for places in dict.fromkeys(min(earlier, len(slots)) for earlier in _EARLIER if slots):
         moved = gather._replace(issue_slot=slots[-places])
         yield schedule._replace(gathers=_with(schedule.gathers, i, moved))
