@@ -91,7 +91,6 @@ def bucket(graph: Graph) -> None:
         _merge_gathers(graph, members)
     for members in _members(reductions(graph), Collective.reduction_kind):
         _merge_reductions(graph, members)
-    _let_none_work_in_place_on_the_input_of_another(graph)
     # The results of a merged reduction are there later than the members' were: their users move behind it.
     stable_topological_sort(graph)
     graph.lint()
@@ -101,9 +100,10 @@ def bucket(graph: Graph) -> None:
         raise PlanError(f"the plan is not carried out: not merged, or lost: {', '.join(sorted(lost))}")
 
 
-def _let_none_work_in_place_on_the_input_of_another(graph: Graph) -> None:
-    """Copy the input of an all-reduce that another collective reads too.
+def let_none_work_in_place_on_the_input_of_another(graph: Graph) -> None:
+    """Copy the input of an all-reduce that another collective reads too, in a graph that no pass looks at any more.
 
+    TorchInductor's passes would take the copy for superfluous.
     Inductor makes an all-reduce work in place where nothing reads its input later, and a plan may issue the all-reduce
     before another collective with the same input (a sum of two weights gives both one gradient) is done.
     """

@@ -1,5 +1,6 @@
 """Graphs of a sharded model, made on one process with a fake group."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,7 +53,9 @@ def capture(
     captured = Captured()
 
     def backend(gm: GraphModule, example_inputs: Any) -> Any:
-        passes = Passes(compilation_context(example_inputs, parse_options({"plan": plan, **options})))
+        passes = Passes(
+            compilation_context(example_inputs, parse_options({"plan": plan, "compile_once": False, **options}))
+        )
         captured.params = passes.given.params
 
         def tag_and_partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -60,14 +63,14 @@ def capture(
             passes.identify_and_tag(joint.graph, round_gradients=round_gradients)
             modules = passes.partition_and_plan(joint, joint_inputs, partitioner=PARTITIONERS[partitioner], **kwargs)
             for module in modules:
-                passes.bucket_and_order(module.graph, order=True)
+                passes.order_and_record(module.graph, order=True)
             captured.forward, captured.backward = (module.graph for module in modules)
             return modules
 
         def infer(graph: GraphModule, _inputs: Any) -> Any:
             captured.joint = copy(graph.graph)
             passes.identify_and_tag(graph.graph, round_gradients=round_gradients)
-            passes.bucket_and_order(graph.graph, order=True)
+            passes.order_and_record(graph.graph, order=True)
             captured.forward = graph.graph
             return make_boxed_func(graph.forward)
 
@@ -93,6 +96,13 @@ def copy(graph: Graph) -> Graph:
 
 def nodes(graph: Graph, target: Any) -> list[Node]:
     return list(graph.find_nodes(op="call_function", target=target))
+
+
+def called_code(code: str) -> str:
+    """The code of ``call`` in a module that Inductor generated, with the code of bodies in place of their calls."""
+    bodies = dict(re.findall(r"^def (body_\d+)\(args\):\n(.*?)(?=^\S)", code, re.MULTILINE | re.DOTALL))
+    call = code[code.index("def call(") :]
+    return re.sub(r"^.* = (body_\d+)\(\1_args\)$", lambda found: bodies[found[1]], call, flags=re.MULTILINE)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import ctypes
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,6 +62,11 @@ def register_lowering(op: Any, lowering: Callable[..., Any]) -> None:
     from torch._inductor import lowering as inductor_lowering
 
     inductor_lowering.register_lowering(op, type_promotion_kind=None)(lowering)
+
+
+def uses_cpp_wrapper(options: Mapping[str, Any]) -> bool:
+    """Return whether TorchInductor generates C++ around its kernels, which cannot call the body of another graph."""
+    return bool(options.get("cpp_wrapper", inductor_config.cpp_wrapper))
 
 
 def is_ordering_only(dep: Any) -> bool:

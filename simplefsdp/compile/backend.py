@@ -138,7 +138,7 @@ def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], passes: Passes) -
         return passes.partition_and_plan(joint, inputs, **kwargs)
 
     def lower_graph(module: GraphModule, _inputs: Any) -> Any:
-        passes.bucket_and_order(module.graph, order=True)
+        passes.order_and_record(module.graph, order=True)
         module.recompile()
         return make_boxed_func(module.forward)
 
@@ -186,7 +186,7 @@ class _Partitioner(_ConfiguredPass, CustomPartitionerFn):
 
 class _PostGradPass(_ConfiguredPass, CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
-        self.passes.bucket_and_order(graph, order=False)
+        self.passes.order_and_record(graph, order=False)
 
 
 class _KernelOrderPass(_ConfiguredPass, CustomSchedulerPass):

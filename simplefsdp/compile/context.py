@@ -22,7 +22,7 @@ from inductor_passes.runtime.graph_dump import Report
 from inductor_passes.scheduling.cost_model import EquivalentGroups
 from inductor_passes.torch_compat.distributed import GROUPING_NCCL, issues_groups, issues_groups_one_by_one
 from inductor_passes.torch_compat.dynamo import compile_id
-from inductor_passes.torch_compat.inductor import get_hash_for_files
+from inductor_passes.torch_compat.inductor import get_hash_for_files, uses_cpp_wrapper
 from simplefsdp.analysis.prediction import StepState, step_state
 from simplefsdp.compile.options import Options, profile_of, requested
 from simplefsdp.compile.plan_step import PlanRequest, SearchRequest, reshard_decision
@@ -56,6 +56,8 @@ class CompilationContext:
     profile: HardwareProfile | None
     cast_in_matmuls: bool
     """Whether matmuls may make gradients in the dtype of their reduction."""
+    compile_once: bool
+    """Whether compute that repeats is compiled once."""
     equivalent_groups: EquivalentGroups
     """The process groups of the parameters' meshes."""
     key: str
@@ -112,7 +114,8 @@ def compilation_context(
     shapes = [tuple(example_inputs[index]._local_tensor.shape) for index in params]
     equivalent = _equivalent_groups(values)
     prefetch = request.prefetch if isinstance(request, GroupingRequest) else None
-    asked = options.report_dir is not None, profile, options.cast_in_matmuls, sorted(equivalent.items())
+    once = options.compile_once and not uses_cpp_wrapper(options.inductor)
+    asked = options.report_dir is not None, profile, options.cast_in_matmuls, once, sorted(equivalent.items())
     groups = dict.fromkeys(group.name for info in found.values() for group in info.communication.groups)
     grouping = [*map(issues_groups, groups)]
     inputs = repr((sorted(params.items()), prefetch, buckets, parameters, shapes, common_facts, asked, grouping))
@@ -130,6 +133,7 @@ def compilation_context(
         state=step_state((i, v.dtype, v.requires_grad) for i, v in zip(found.values(), values, strict=True)),
         profile=profile,
         cast_in_matmuls=_casts_in_matmuls(options, device),
+        compile_once=once,
         equivalent_groups=equivalent,
         key=key,
         report=_report(options, key, example_inputs, nodes),

@@ -63,6 +63,9 @@ class Options:
     """Let a GPU's matmuls make gradients in the dtype in which they are reduced, where their buckets are grouped and no
     peak of memory grows: without a copy, and without the rounding to the weight's dtype that FSDP2 has. Not with
     ``lower_with="aot_eager"`` and not with a ``memory_budget``."""
+    compile_once: bool = True
+    """Compile compute that repeats, as that of equal blocks does, once, so that a first step grows less with depth. Not
+    with ``plan="none"``, and not where TorchInductor generates C++ around its kernels (``cpp_wrapper``)."""
     inductor: Mapping[str, Any] = field(default_factory=dict)
     """Inductor configuration for this compilation only."""
 
@@ -87,8 +90,9 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
         raise ValueError("option 'lower_with': " + unknown("lowering", parsed.lower_with, _LOWERINGS))
     if parsed.report_dir is not None and not isinstance(parsed.report_dir, str | Path):
         raise TypeError(f"option 'report_dir': expected a path, found {parsed.report_dir!r}")
-    if not isinstance(parsed.cast_in_matmuls, bool):
-        raise TypeError(f"option 'cast_in_matmuls': expected True or False, found {parsed.cast_in_matmuls!r}")
+    for name in ("cast_in_matmuls", "compile_once"):
+        if not isinstance(value := getattr(parsed, name), bool):
+            raise TypeError(f"option {name!r}: expected True or False, found {value!r}")
     if not isinstance(parsed.inductor, Mapping):
         raise TypeError(f"option 'inductor': expected a dict of Inductor options, found {parsed.inductor!r}")
     for name in parsed.inductor:

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from inductor_passes.bucket import assign, bucket
+from inductor_passes.bucket import assign, bucket, let_none_work_in_place_on_the_input_of_another
 from inductor_passes.collectives import Collective, GraphParameter, identify, reductions
+from inductor_passes.compile_once import compile_once, render_bodies
 from inductor_passes.matmul_casts import cast_in_matmuls
 from inductor_passes.order import order_graph
 from inductor_passes.partition import partition
@@ -71,30 +72,32 @@ class Passes:
             )
         if kind == "inference":
             self._plan(graph, Graph(), self.given.params)
+            self._bucket(graph)
 
     def partition_and_plan(self, joint: GraphModule, inputs: Any, **kwargs: Any) -> PartitionedGraphs:
-        """Partition a joint graph, in place of torch's partitioner, and assign its collectives to buckets."""
+        """Partition a joint graph, in place of torch's partitioner, and merge its collectives into buckets."""
         undecided = any(param.reshard is None for param in self.given.params.values())
         graphs, params = self._choose_unsharded(joint, inputs, **kwargs) if undecided else (None, self.given.params)
         forward, backward = graphs or partition(joint, inputs, **kwargs)
         self._cast_in_matmuls(forward.graph, backward.graph)
         self._plan(forward.graph, backward.graph, params)
+        for module in (forward, backward):
+            self._bucket(module.graph)
+            module.recompile()
         return forward, backward
 
-    def bucket_and_order(self, graph: Graph, *, order: bool) -> None:
-        """Merge the collectives of a partitioned graph into buckets, and add the record that ranks compare.
+    def order_and_record(self, graph: Graph, *, order: bool) -> None:
+        """Put the nodes of a bucketed graph into the order of the plan, and add the record that ranks compare.
 
         Args:
             graph: a forward, backward or inference graph.
-            order: put the nodes into the order of the plan; ``False`` where Inductor's kernels are ordered later.
+            order: ``False`` where Inductor's kernels are ordered later.
         """
         if is_higher_order_body(graph):
             return
-        direction = "backward" if is_backward(graph) else "forward"
-        before, bucketed, unordered, ordered, _ = DUMP_NAMES[direction]
-        self._dump(before, graph)
-        bucket(graph)
-        self._dump(bucketed, graph)
+        let_none_work_in_place_on_the_input_of_another(graph)
+        direction = _direction(graph)
+        *_, unordered, ordered, _ = DUMP_NAMES[direction]
         if order and self.given.request is not None:
             self._dump(unordered, graph)
             order_graph(graph)
@@ -105,6 +108,18 @@ class Passes:
         if not add_record(graph, record, self.given.report):
             for warning in record.warnings:
                 log.warning(warning)
+
+    def _bucket(self, graph: Graph) -> None:
+        """Merge a graph's collectives into buckets, and let compute that repeats be compiled once."""
+        direction = _direction(graph)
+        before, bucketed, *_ = DUMP_NAMES[direction]
+        self._dump(before, graph)
+        bucket(graph)
+        self._dump(bucketed, graph)
+        if self.given.request is not None and self.given.compile_once:
+            bodies = compile_once(graph)
+            log.debug("%s, %s", direction, bodies)
+            self._dump_text(f"{direction}_bodies.txt", render_bodies(graph, bodies))
 
     def cost_graphs(self, forward: Graph, backward: Graph) -> list[CostGraph]:
         """Return both graphs as their schedule sees them; none without a profile."""
@@ -190,3 +205,7 @@ class Passes:
     def _dump_text(self, name: str, text: str) -> None:
         if self.given.report is not None:
             self.given.report.write_text(name, text)
+
+
+def _direction(graph: Graph) -> str:
+    return "backward" if is_backward(graph) else "forward"

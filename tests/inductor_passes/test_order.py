@@ -15,7 +15,6 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
-from inductor_passes import bucket as bucket_pass
 from inductor_passes import inductor_order as scheduler
 from inductor_passes import order as order_pass
 from inductor_passes.collectives import FQNS
@@ -26,7 +25,8 @@ from inductor_passes.scheduling.issue_points import Bucket, PlanError
 from inductor_passes.scheduling.order_items import OrderItem, first_uses, graph_items
 from inductor_passes.torch_compat.inductor import NO_OTHER_REORDERING
 from simplefsdp import BucketPlan, manual_plan, simple_fsdp
-from tests.graphs import WAIT, capture
+from simplefsdp.compile import passes as compilation
+from tests.graphs import WAIT, called_code, capture
 from tests.models import batch, tiny_llama
 
 
@@ -486,7 +486,8 @@ def test_the_code_that_inductor_generates_has_the_order_of_the_graph():
     calls = re.compile(r"(all_gather_into_tensor|reduce_scatter_tensor|wait_tensor|mm)(?:\.default)?\(")
     for code, graph in zip(codes, (captured.forward, captured.backward), strict=True):
         expected = [str(node.target).split(".")[-2] for node in graph.nodes if calls.search(f"{node.target}(")]
-        body = code.split("def call(", 1)[1]
+        assert "= body_0(" in code
+        body = called_code(code)
         assert calls.findall(body) == expected
         # Ranks compare this order, before the first of its collectives.
         agreement = body.split("all_gather_into_tensor.default(", 1)[0]
@@ -530,7 +531,7 @@ def test_no_all_reduce_works_in_place_on_what_another_collective_reads():
 
 @pytest.mark.usefixtures("one_of_four")
 def test_a_kernel_that_overwrites_what_a_collective_reads_does_not_pass_it(monkeypatch):
-    monkeypatch.setattr(bucket_pass, "_let_none_work_in_place_on_the_input_of_another", lambda _graph: None)
+    monkeypatch.setattr(compilation, "let_none_work_in_place_on_the_input_of_another", lambda _graph: None)
     with pytest.raises(Exception, match=r"PlanError: plan: the bucket of sharded.weight .* cannot be carried out"):
         _code_of_sum_of_weights()
 

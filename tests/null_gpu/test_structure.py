@@ -26,6 +26,7 @@ from simplefsdp.null_gpu.log import (
     communications,
     host_waits,
 )
+from tests.graphs import called_code
 from tests.null_gpu.steps import Case, Step
 
 
@@ -172,7 +173,7 @@ AS_LOGGED = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "r
 
 def generated(code: str) -> Iterator[str]:
     """The same names, in the order in which TorchInductor's code calls them."""
-    for found in CALLS.finditer(code[code.index("    def call(self, args)") :]):
+    for found in CALLS.finditer(called_code(code)):
         if found["kernel"]:
             yield found["kernel"]
         elif found["matmul"]:

@@ -290,7 +290,8 @@ def test_a_cut_is_late_by_no_more_than_the_best(graph: CostGraph) -> None:
         return behind
 
     (found,) = gather_boundaries(graph, [(1.0, math.inf)])
-    assert late(found) == pytest.approx(min(map(late, all_boundaries(len(graph.gathers)))), rel=0.05)
+    # Of many prefixes that are late by different amounts only a few are followed up: the best may be among the others.
+    assert late(found) <= 1.25 * min(map(late, all_boundaries(len(graph.gathers))))
 
 
 @given(cost_graphs(gathers=6, reductions=4), st.integers(0, 12))

@@ -163,10 +163,26 @@ def test_the_cache_key_holds_plan_options_and_whether_there_is_a_report(tmp_path
         {"plan": "block", "report_dir": str(tmp_path)},
         {"plan": "block", "inductor": {"max_autotune": True}},
         {"plan": "block", "cast_in_matmuls": False},
+        {"plan": "block", "compile_once": False},
     ]
     keys = [_key(options=each) for each in options]
     assert len(set(keys)) == len(options)
     assert keys == [_key(options=each) for each in options]
+
+
+def test_switches_that_are_not_true_or_false_are_refused_by_name():
+    for name in ("cast_in_matmuls", "compile_once"):
+        with pytest.raises(TypeError, match=f"option '{name}': expected True or False, found 1"):
+            parse_options({name: 1})
+
+
+@one_of_four
+def test_blocks_are_not_shared_where_inductor_generates_cpp_around_its_kernels():
+    once = [
+        compilation_context([], parse_options({"plan": "block", "inductor": inductor})).compile_once
+        for inductor in ({}, {"cpp_wrapper": True})
+    ]
+    assert once == [True, False]
 
 
 @one_of_four
@@ -249,6 +265,8 @@ def test_a_report_shows_each_graph_before_and_after_each_pass_also_from_a_warm_c
         "graph_0_0/10_backward_before_order.txt",
         "graph_0_0/11_backward_after_order.txt",
         "graph_0_0/12_backward_code.py",
+        "graph_0_0/backward_bodies.txt",
+        "graph_0_0/forward_bodies.txt",
         "graph_0_0/plan.json",
         "graph_0_1/01_forward_before_identify.txt",
         "graph_0_1/02_forward_after_identify.txt",
@@ -257,6 +275,7 @@ def test_a_report_shows_each_graph_before_and_after_each_pass_also_from_a_warm_c
         "graph_0_1/05_forward_before_order.txt",
         "graph_0_1/06_forward_after_order.txt",
         "graph_0_1/07_forward_code.py",
+        "graph_0_1/forward_bodies.txt",
         "graph_0_1/plan.json",
     ]
     before, after = (
