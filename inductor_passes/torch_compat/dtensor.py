@@ -47,6 +47,11 @@ def to_local(param: DTensor) -> Tensor:
     return cast(Tensor, _Local.apply(param))
 
 
+def as_global(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """Return the ``DTensor`` of which ``local`` is this rank's part: the gradient of ``to_local``."""
+    return cast(DTensor, _Global.apply(local, spec))
+
+
 class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx, param):

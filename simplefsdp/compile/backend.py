@@ -6,8 +6,10 @@
                                                                               +- backward - bucket - lower - order
 """
 
+import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -17,7 +19,7 @@ from torch._dynamo.backends.registry import list_backends, register_backend
 from torch.fx import Graph, GraphModule
 
 from inductor_passes.scheduling.cost_graph import CostGraph
-from inductor_passes.torch_compat.aot_autograd import PartitionedGraphs
+from inductor_passes.torch_compat.aot_autograd import PartitionedGraphs, is_backward
 from inductor_passes.torch_compat.inductor import (
     NO_OTHER_REORDERING,
     CustomGraphPass,
@@ -123,13 +125,40 @@ def _inductor(
         **parsed.inductor.get(cacheable, inductor_config.unsafe_marked_cacheable_functions),
         f"{unshard.__module__}.{unshard.__name__}": source_hash().hex(),
     }
-    from torch._inductor.compile_fx import compile_fx  # seconds to import, so not before it is needed
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # seconds to import, so not before it is needed
 
     import inductor_passes.inductor_order  # noqa: F401  # how its operators are lowered
 
-    lowering: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
+    progress = passes.notes.progress
+    lower_graph = inner_compile or compile_fx_inner
+
+    @_garbage_collection_paused()
+    def lower(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:  # of backward: when the first backward runs
+        progress.begin(f"lowering {'backward' if is_backward(graph.graph) else 'forward'}")
+        try:
+            return lower_graph(graph, *args, **kwargs)
+        finally:
+            progress.end()
+
     patches = {**parsed.inductor, **slots, **patches}
-    return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches=patches, **lowering))
+    progress.begin("tracing")
+    try:
+        with _garbage_collection_paused():
+            return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches=patches, inner_compile=lower))
+    finally:
+        progress.end()  # also where the compile cache has the graph, and where there is an error
+
+
+@contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """Let Python look for no cycles meanwhile: a compilation makes millions of objects and drops few of them."""
+    paused = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            gc.enable()
 
 
 def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], passes: Passes) -> Callable[..., Any]:
@@ -181,6 +210,7 @@ class _JointGraphPass(_ConfiguredPass, CustomGraphPass):
 
 class _Partitioner(_ConfiguredPass, CustomPartitionerFn):
     def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> PartitionedGraphs:
+        self.passes.notes.progress.begin("partitioning and planning")
         return self.passes.partition_and_plan(gm, joint_inputs, **kwargs)
 
 
@@ -193,6 +223,7 @@ class _KernelOrderPass(_ConfiguredPass, CustomSchedulerPass):
     def __call__(self, kernels: list[Any]) -> list[Any]:
         from inductor_passes.inductor_order import order_kernels
 
+        self.passes.notes.progress.begin("generating code and kernels")
         return order_kernels(kernels, self.passes.given.report)
 
 

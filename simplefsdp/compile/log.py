@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from simplefsdp.compile.progress import Progress
+
 
 @dataclass
 class CompilationLog:
@@ -11,3 +13,5 @@ class CompilationLog:
     """One line for each graph that was planned."""
     warnings: list[str] = field(default_factory=list)
     """Reasons why the compiled graphs are worse than planned, one sentence each."""
+    progress: Progress = field(default_factory=Progress)
+    """The stages of the compilation, and how long each took."""

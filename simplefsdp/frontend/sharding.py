@@ -31,8 +31,10 @@ from inductor_passes.torch_compat.dtensor import (
     REDUCES_IN_OWN_DTYPE,
     DTensorSpec,
     StridedShard,
+    as_global,
     concatenate_meshes,
     dtensor,
+    local_tensor,
     to_local,
 )
 
@@ -366,6 +368,23 @@ class _Gather(torch.autograd.Function):
         return grad, None, None
 
 
+class _GatherAndReduce(torch.autograd.Function):
+    """``to_local``, ``_Stand`` and ``_Gather`` in one, where one read is one gather and one reduction.
+
+    Tracing takes most of its time for the operators around collectives.
+    """
+
+    @staticmethod
+    def forward(ctx, param, comm):
+        ctx.comm, ctx.local, ctx.spec = comm, local_tensor(param), param._spec
+        keep_gradient_dtype(ctx)
+        return all_gather(ctx.local, comm)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return as_global(_Reduce.apply(grad, ctx.comm, ctx.local), ctx.spec), None
+
+
 def unsharded_proxy(param: DTensor, comm: Communication, adds_up: Tensor | None = None) -> Tensor:
     """Return the proxy that ``gather`` takes for all reads of a parameter: their gradients are reduced together.
 
@@ -390,7 +409,9 @@ def unshard(param: DTensor, key: str, proxy: Tensor | None = None, ends: bool = 
     """
     comm = decode(key)
     with temporarily_clear_interpreter_stack():
-        return gather(param, comm, unsharded_proxy(param, comm, proxy) if proxy is None or ends else proxy)
+        if proxy is None:
+            return _GatherAndReduce.apply(param, comm)
+        return gather(param, comm, unsharded_proxy(param, comm, proxy) if ends else proxy)
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:
