@@ -26,6 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
+from inductor_passes.collectives import CASTS
 from inductor_passes.fusion import is_fused
 from inductor_passes.order import order_graph
 from inductor_passes.runtime.graph_dump import render_graph
@@ -328,7 +329,7 @@ class _Run:
         self.key: Any = None
         """Equal for two runs that can be calls of one body; ``None`` for a run that cannot be one."""
         values = [node.meta.get("val") for node in self._operands]
-        if all(map(_can_be_passed, self._operands)) and all(isinstance(n.meta["val"], Tensor) for n in self._results):
+        if all(map(_can_be_passed, self._operands)) and all(map(_is_memory_of_its_own, self._results)):
             about = tuple(_about(value) for value in values if isinstance(value, Tensor))
             self.key = tuple(lines), about, tuple(number[node] for node in self._results)
 
@@ -415,6 +416,14 @@ def _parts_that_cannot_be_passed(nodes: Sequence[Node], inside: set[Node]) -> li
 def _can_be_passed(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.storage_offset() * value.itemsize % _ALIGNMENT == 0
+
+
+def _is_memory_of_its_own(result: Node) -> bool:
+    """Return whether TorchInductor makes new memory for a result; for a cast to the same dtype it makes none."""
+    value = result.meta.get("val")
+    if not isinstance(value, Tensor):
+        return False
+    return result.target not in CASTS or value.dtype is not result.all_input_nodes[0].meta["val"].dtype
 
 
 def _about(value: Tensor) -> tuple[Any, ...]:

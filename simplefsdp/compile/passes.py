@@ -111,6 +111,8 @@ class Passes:
 
     def _bucket(self, graph: Graph) -> None:
         """Merge a graph's collectives into buckets, and let compute that repeats be compiled once."""
+        if is_higher_order_body(graph):
+            return
         direction = _direction(graph)
         before, bucketed, *_ = DUMP_NAMES[direction]
         self._dump(before, graph)
