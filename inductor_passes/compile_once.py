@@ -23,22 +23,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from inductor_passes.collectives import CASTS
+from inductor_passes.bodies import INVOKE, Run, is_alias, is_part
 from inductor_passes.fusion import is_fused
 from inductor_passes.order import order_graph
 from inductor_passes.runtime.graph_dump import render_graph
 from inductor_passes.scheduling.order_items import compute_positions, graph_items
 
-INVOKE = torch.ops.higher_order.invoke_subgraph
-_aten = torch.ops.aten
-_VIEWS_WITHOUT_ALIAS_INFO = (_aten._unsafe_view.default, _aten.reshape.default)
 _LEAST_OPERATORS = 8
 """Runs with fewer operators are not worth a call."""
-_ALIGNMENT = 16
-"""Bytes. TorchInductor lets kernels of a body read its inputs by vectors of this size."""
 
 
 class Body(NamedTuple):
@@ -94,7 +88,7 @@ def _share(graph: Graph, at_each_weight: bool) -> list[Body]:
         graph: a graph in the order of its plan.
         at_each_weight: see ``_runs``.
     """
-    alike: dict[Any, list[_Run]] = defaultdict(list)
+    alike: dict[Any, list[Run]] = defaultdict(list)
     for run in _runs(graph, at_each_weight)[0]:
         if run.key is not None:
             alike[run.key].append(run)
@@ -127,7 +121,7 @@ def _free_names(module: GraphModule) -> Iterator[str]:
         number += 1
 
 
-def _runs(graph: Graph, at_each_weight: bool) -> tuple[list["_Run"], Counter[str]]:
+def _runs(graph: Graph, at_each_weight: bool) -> tuple[list[Run], Counter[str]]:
     """Return the runs of a graph in the order of its plan, and why how many operators are in none.
 
     Args:
@@ -159,7 +153,7 @@ def _runs(graph: Graph, at_each_weight: bool) -> tuple[list["_Run"], Counter[str
             if inputs[0] in run_of:
                 run_of[node] = run_of[inputs[0]]
                 runs[run_of[node]].append(node)
-        elif is_view(node) and all(n not in run_of for n in inputs):
+        elif is_alias(node) and all(n not in run_of for n in inputs):
             continue  # of an input, or of what stays outside: where torch found two that are equal, one run has it
         elif reason := _reason_outside(node):
             outside[reason] += node.target is not INVOKE
@@ -179,7 +173,7 @@ def _runs(graph: Graph, at_each_weight: bool) -> tuple[list["_Run"], Counter[str
     for node in nodes:
         if node in run_of:
             members[run_of[node]].append(node)
-    return [_Run(run) for run in members if run], outside
+    return [Run(run) for run in members if run], outside
 
 
 def _block(fqn: str) -> str:
@@ -244,11 +238,11 @@ def _delay_what_is_fused_later(
     first = _before_anything_else([node for node in nodes if node in run_of], run_of)
     for i, run in reversed(list(enumerate(runs))):
         for node in reversed(run):
-            if node.target is operator.getitem or not (is_fused(node) or is_view(node)):
+            if node.target is operator.getitem or not (is_fused(node) or is_alias(node)):
                 continue
             readers = [*_readers(node, run_of)]
             later = min((run_of.get(reader, -1) for reader in readers), default=-1)
-            if later > i and (is_view(node) or any(n in first and run_of[n] == later for n in readers)):
+            if later > i and (is_alias(node) or any(n in first and run_of[n] == later for n in readers)):
                 _move([node], later, run_of)
                 first.add(node)
     return [node for i, run in enumerate(runs) for node in run if run_of[node] != i]
@@ -259,7 +253,7 @@ def _before_anything_else(nodes: Sequence[Node], run_of: Mapping[Node, int]) -> 
     first: set[Node] = set()
     for node in nodes:
         sources = [source for source in node.all_input_nodes if run_of.get(source) == run_of.get(node)]
-        if (is_fused(node) or _is_part(node)) and first.issuperset(sources):
+        if (is_fused(node) or is_part(node)) and first.issuperset(sources):
             first.add(node)
     return first
 
@@ -267,7 +261,7 @@ def _before_anything_else(nodes: Sequence[Node], run_of: Mapping[Node, int]) -> 
 def _readers(node: Node, run_of: Mapping[Node, int]) -> Iterator[Node]:
     """Return what reads ``node``, one of its results or a view of it that is in a run, but for the graph's output."""
     for user in node.users:
-        if _is_part(user) and user in run_of:
+        if is_part(user) and user in run_of:
             yield from _readers(user, run_of)
         elif user.op != "output":
             yield user
@@ -277,155 +271,4 @@ def _move(nodes: Iterable[Node], run: int, run_of: dict[Node, int]) -> None:
     """Move ``nodes``, and the parts of them that no later run has, to a run."""
     for node in nodes:
         run_of[node] = run
-        _move((user for user in node.users if _is_part(user) and run_of.get(user, run) < run), run, run_of)
-
-
-def _is_part(node: Node) -> bool:
-    """Return whether a node is a view, or one of several results of an operator."""
-    return node.target is operator.getitem or is_view(node)
-
-
-def is_view(node: Node) -> bool:
-    """Return whether a node's value is memory of its first input."""
-    target = node.target
-    if target in _VIEWS_WITHOUT_ALIAS_INFO:
-        return True
-    if target is operator.getitem:  # of split or unbind
-        return is_view(node.all_input_nodes[0])
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    returns = target._schema.returns
-    return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-
-
-class _Run:
-    """Compute nodes between two steps of communication, in order."""
-
-    def __init__(self, nodes: Sequence[Node]):
-        self._all = list(nodes)
-        inside = set(nodes)
-        views: dict[Node, None] = {}
-        results: dict[Node, None] = {}
-        for node in nodes:
-            if not all(user in inside for user in node.users):
-                *chain, base = _views_of(node, inside)
-                views.update(dict.fromkeys(reversed(chain)))
-                if base in inside:
-                    results.setdefault(base)
-        self._views = list(views)
-        self._results = list(results)
-        needed = _needed(self._results, inside)
-        computed = [node for node in nodes if node in needed]
-        self._nodes = [*_parts_that_cannot_be_passed(computed, inside), *computed]
-        number = {node: i for i, node in enumerate(self._nodes)}
-        operands: dict[Node, int] = {}
-
-        def named(node: Node) -> str:
-            return f"%{number[node]}" if node in number else f"${operands.setdefault(node, len(operands))}"
-
-        lines = [f"{n.target}{map_arg(n.args, named)}{map_arg(n.kwargs, named)}" for n in self._nodes]
-        self._operands = list(operands)
-        self.operators = sum(not _is_part(n) for n in self._nodes)
-        self.key: Any = None
-        """Equal for two runs that can be calls of one body; ``None`` for a run that cannot be one."""
-        values = [node.meta.get("val") for node in self._operands]
-        if all(map(_can_be_passed, self._operands)) and all(map(_is_memory_of_its_own, self._results)):
-            about = tuple(_about(value) for value in values if isinstance(value, Tensor))
-            self.key = tuple(lines), about, tuple(number[node] for node in self._results)
-
-    def body(self) -> GraphModule:
-        """Return a function of the operands that returns the results."""
-        graph = Graph()
-        copies: dict[Node, Node] = {}
-        for i, node in enumerate(self._operands):
-            copies[node] = graph.placeholder(f"arg{i}_1")
-            copies[node].meta["val"] = node.meta["val"]
-        for node in self._nodes:
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
-        output = graph.output(tuple(copies[node] for node in self._results))
-        output.meta["user_visible_output_idxs"] = list(range(len(self._results)))
-        output.meta["original_output_strides"] = [node.meta["val"].stride() for node in self._results]
-        graph.lint()
-        return GraphModule({}, graph)
-
-    def call(self, name: str, replaced: dict[Node, Node]) -> None:
-        """Insert a call of the body ``name`` behind the run, and let whoever reads the run's results read the call's.
-
-        Args:
-            replaced: what stands for the results of runs whose calls are inserted already; this run's are added.
-        """
-        last = self._all[-1]
-        graph = last.graph
-        new: dict[Node, Node] = {}
-        with graph.inserting_before(last.next):
-            body = graph.get_attr(name)
-            call = graph.call_function(INVOKE, (body, name, *(replaced.get(n, n) for n in self._operands)))
-            call.meta["val"] = tuple(node.meta["val"] for node in self._results)
-            for i, node in enumerate(self._results):
-                new[node] = graph.call_function(operator.getitem, (call, i))
-                new[node].meta = dict(node.meta)
-            for view in self._views:
-                new[view] = graph.node_copy(view, lambda n: new.get(n, replaced.get(n, n)))
-        inside = {*self._all, *new.values()}
-        for node, result in new.items():
-            for user in [user for user in node.users if user not in inside]:
-                user.replace_input_with(node, result)
-        replaced.update(new)
-
-    def erase(self) -> None:
-        """Erase the run's nodes, whose results nobody reads any more."""
-        for node in reversed(self._all):
-            node.graph.erase_node(node)
-
-
-def _views_of(node: Node, inside: set[Node]) -> list[Node]:
-    """Return ``node``, what it is a view of, and so on: views in ``inside`` and at last a node that is none."""
-    chain = [node]
-    while chain[-1] in inside and is_view(chain[-1]):
-        chain.append(chain[-1].all_input_nodes[0])
-    return chain
-
-
-def _needed(results: Sequence[Node], inside: set[Node]) -> set[Node]:
-    needed: set[Node] = set()
-    left = list(results)
-    while left:
-        node = left.pop()
-        if node in inside and node not in needed:
-            needed.add(node)
-            left += node.all_input_nodes
-    return needed
-
-
-def _parts_that_cannot_be_passed(nodes: Sequence[Node], inside: set[Node]) -> list[Node]:
-    """Return the views outside of a run that the run takes once more, of something that can be passed to it."""
-    found: dict[Node, None] = {}
-
-    def visit(node: Node) -> None:
-        if node not in inside and _is_part(node) and not _can_be_passed(node):
-            for source in node.all_input_nodes:
-                visit(source)
-            found.setdefault(node)
-
-    for node in nodes:
-        for source in node.all_input_nodes:
-            visit(source)
-    return list(found)
-
-
-def _can_be_passed(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.storage_offset() * value.itemsize % _ALIGNMENT == 0
-
-
-def _is_memory_of_its_own(result: Node) -> bool:
-    """Return whether TorchInductor makes new memory for a result; for a cast to the same dtype it makes none."""
-    value = result.meta.get("val")
-    if not isinstance(value, Tensor):
-        return False
-    return result.target not in CASTS or value.dtype is not result.all_input_nodes[0].meta["val"].dtype
-
-
-def _about(value: Tensor) -> tuple[Any, ...]:
-    """Return what code that reads a tensor depends on."""
-    return value.dtype, value.device, tuple(value.shape), value.stride(), value.storage_offset(), value.layout
+        _move((user for user in node.users if is_part(user) and run_of.get(user, run) < run), run, run_of)

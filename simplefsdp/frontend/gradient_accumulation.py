@@ -155,10 +155,27 @@ def check_reduced(parameters: Iterable[Any]) -> None:
 
 @functools.cache
 def _check_optimizers() -> None:
-    """Let every optimizer of this process call ``check_reduced`` before each step."""
+    """Let every optimizer of this process call ``check_reduced`` before each step, or after the step's closure.
 
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        check_reduced(param for group in optimizer.param_groups for param in group["params"])
+    Trainers such as Lightning's run the last backward in a closure that they give to ``step``.
+    """
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        def check_parameters() -> None:
+            check_reduced(param for group in optimizer.param_groups for param in group["params"])
+
+        by_name = "closure" in kwargs
+        closure = kwargs["closure"] if by_name else next(iter(args[1:]), None)  # behind the optimizer itself
+        if not callable(closure):
+            check_parameters()
+            return None
+
+        def checked() -> Any:
+            loss = closure()
+            check_parameters()
+            return loss
+
+        return (args, {**kwargs, "closure": checked}) if by_name else ((args[0], checked, *args[2:]), kwargs)
 
     register_optimizer_step_pre_hook(check)
 

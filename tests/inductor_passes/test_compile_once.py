@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph, GraphModule, Node
 
+from inductor_passes.bodies import INVOKE
 from inductor_passes.bucket import assign
 from inductor_passes.collectives import FQNS
-from inductor_passes.compile_once import INVOKE, Bodies, compile_once
+from inductor_passes.compile_once import Bodies, compile_once
 from inductor_passes.order import order_graph
 from inductor_passes.runtime.record import is_step, record_graph
 from inductor_passes.scheduling.issue_points import Bucket

@@ -1,6 +1,5 @@
 """``simplefsdp plan``: what is planned on a laptop is what the compilation plans."""
 
-import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,8 +46,10 @@ def compiled(folder: Path, tp: int = 1, keep_unsharded: str = "", **options: Any
         torch._dynamo.reset()
         chosen: Any = {"profile": "h100/h100-1-node", "report_dir": str(folder), "lower_with": "inductor", **options}
         tokens = torch.zeros((1, 128), dtype=torch.int64)
-        lower = functools.partial(compile_fx.compile_fx, inner_compile=stop)
-        with mock.patch.object(compile_fx, "compile_fx", lower), pytest.raises(BackendCompilerFailed, match="planned"):
+        with (
+            mock.patch.object(compile_fx, "compile_fx_inner", stop),
+            pytest.raises(BackendCompilerFailed, match="planned"),
+        ):
             torch.compile(model, backend="simplefsdp", options=chosen)(tokens, tokens)
     (path,) = folder.glob("*/plan.json")
     return BucketPlan.load(path)

@@ -286,7 +286,13 @@ def _ends_once(lowering: str) -> None:
 
     model.set_requires_gradient_sync(False)
     forward(vectors(0, rank)).square().mean().backward()
-    for step in (optimizer.step, lambda: clip_grad_norm_(model.parameters(), 1.0)):
+    steps = (
+        optimizer.step,
+        lambda: optimizer.step(lambda: None),
+        lambda: optimizer.step(closure=lambda: None),
+        lambda: clip_grad_norm_(model.parameters(), 1.0),
+    )
+    for step in steps:
         for sync in (False, True):
             model.set_requires_gradient_sync(sync)
             with pytest.raises(RuntimeError, match=r"0\.weight: its gradient was added up and never reduced"):
@@ -310,6 +316,16 @@ def _ends_once(lowering: str) -> None:
     forward(vectors(3, rank)).square().mean().backward()
     assert_same({n: p.grad for n, p in model.named_parameters()}, expected, 1e-6)
     optimizer.step()
+
+    def backward(sync: bool) -> Tensor:
+        model.set_requires_gradient_sync(sync)
+        loss = forward(vectors(0, rank)).square().mean()
+        loss.backward()
+        return loss
+
+    for last_in_closure in (optimizer.step, lambda closure: optimizer.step(closure=closure)):  # as trainers do
+        backward(sync=False)
+        assert last_in_closure(lambda: backward(sync=True)) > 0
 
 
 class _Fails(torch.autograd.Function):
