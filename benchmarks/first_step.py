@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.first_light import fsdp2_compiled
 from simplefsdp import simple_fsdp
 from simplefsdp.models import llama
 
@@ -36,23 +36,14 @@ def ours(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
     return torch.compile(simple_fsdp(model), backend="simplefsdp", options=options)
 
 
-def fsdp2_per_block(model: Any) -> Callable[..., Tensor]:
-    """FSDP2 as torchtitan compiles it: one block, which all others use."""
-    for block in model.layers:
-        block.compile()
-    for group in (model.tok_embeddings, *model.layers, [model.norm, model.output], model):
-        fully_shard(group)
-    return model
-
-
 SYSTEMS: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
     "block": lambda model: ours(model, plan="block"),
     "auto": lambda model: ours(model, plan="auto", profile=PROFILE),
     "block, each block compiled": lambda model: ours(model, plan="block", compile_once=False),
     "stock": torch.compile,
-    "fsdp2": fsdp2_per_block,
+    "fsdp2": fsdp2_compiled,
 }
-"""``stock``: the whole model, not sharded, through TorchInductor as it is."""
+"""``stock``: the whole model, not sharded, through TorchInductor as it is. ``fsdp2`` compiles one block."""
 
 
 def first_step(system: str, blocks: int) -> tuple[float, float]:

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from inductor_passes.collectives import CASTS
+from inductor_passes.collectives import CASTS, WAIT
+from inductor_passes.fusion import is_view
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
 _aten = torch.ops.aten
@@ -30,10 +31,7 @@ def is_alias(node: Node) -> bool:
         return True
     if target is operator.getitem:  # of split or unbind
         return is_alias(node.all_input_nodes[0])
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    returns = target._schema.returns
-    return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+    return target is not WAIT and is_view(node)
 
 
 class Run:
@@ -64,11 +62,12 @@ class Run:
         lines = [f"{n.target}{map_arg(n.args, named)}{map_arg(n.kwargs, named)}" for n in self._nodes]
         self._operands = list(operands)
         self.operators = sum(not is_part(n) for n in self._nodes)
+        self.is_called = False
+        """Whether a call of a body stands for the run."""
         self.key: Any = None
         """Equal for two runs that can be calls of one body; ``None`` for a run that cannot be one."""
-        values = [node.meta.get("val") for node in self._operands]
         if all(map(_can_be_passed, self._operands)) and all(map(_is_memory_of_its_own, self._results)):
-            about = tuple(_about(value) for value in values if isinstance(value, Tensor))
+            about = tuple(_about(node.meta["val"]) for node in self._operands)
             self.key = tuple(lines), about, tuple(number[node] for node in self._results)
 
     def body(self) -> GraphModule:
@@ -109,6 +108,7 @@ class Run:
             for user in [user for user in node.users if user not in inside]:
                 user.replace_input_with(node, result)
         replaced.update(new)
+        self.is_called = True
 
     def erase(self) -> None:
         """Erase the run's nodes, whose results nobody reads any more."""

@@ -29,6 +29,7 @@ from inductor_passes.bodies import INVOKE, Run, is_alias, is_part
 from inductor_passes.fusion import is_fused
 from inductor_passes.order import order_graph
 from inductor_passes.runtime.graph_dump import render_graph
+from inductor_passes.scheduling.issue_points import block_of
 from inductor_passes.scheduling.order_items import compute_positions, graph_items
 
 _LEAST_OPERATORS = 8
@@ -72,24 +73,22 @@ def compile_once(graph: Graph) -> Bodies:
     """
     before = [node for node in graph.nodes if node.op != "output"]
     order_graph(graph)
-    bodies = [body for at_each_weight in (False, True) for body in _share(graph, at_each_weight)]
-    runs, outside = _runs(graph, at_each_weight=False)
+    bodies: list[Body] = []
+    for at_each_weight in (False, True):
+        runs, outside = _runs(graph, at_each_weight)
+        bodies += _share(graph, runs)
+    alone = outside.total() + sum(run.operators for run in runs if not run.is_called)
     if not bodies:
         for node in before:
             graph.output_node().prepend(node)
     graph.lint()
-    return Bodies(tuple(bodies), sum(run.operators for run in runs) + outside.total(), tuple((+outside).most_common()))
+    return Bodies(tuple(bodies), alone, tuple((+outside).most_common()))
 
 
-def _share(graph: Graph, at_each_weight: bool) -> list[Body]:
-    """Replace runs that are alike by calls of one body.
-
-    Args:
-        graph: a graph in the order of its plan.
-        at_each_weight: see ``_runs``.
-    """
+def _share(graph: Graph, runs: Iterable[Run]) -> list[Body]:
+    """Replace those of a graph's runs that are alike by calls of one body."""
     alike: dict[Any, list[Run]] = defaultdict(list)
-    for run in _runs(graph, at_each_weight)[0]:
+    for run in runs:
         if run.key is not None:
             alike[run.key].append(run)
     repeated = [calls for calls in alike.values() if len(calls) > 1 and calls[0].operators >= _LEAST_OPERATORS]
@@ -131,14 +130,14 @@ def _runs(graph: Graph, at_each_weight: bool) -> tuple[list[Run], Counter[str]]:
     """
     nodes, items = graph_items(graph)
     at = compute_positions(items)
-    reads: dict[int, set[str]] = defaultdict(set)
+    reads: dict[int, set[str | None]] = defaultdict(set)
     for used in (at.first_use_slot, at.last_use_slot):
         for fqn, slot in used.items():
-            reads[slot].add(_block(fqn))
+            reads[slot].add(block_of(fqn))
     outside: Counter[str] = Counter()
     runs: list[list[Node]] = [[]]
     run_of: dict[Node, int] = {}
-    block: set[str] = set()
+    block: set[str | None] = set()
     for i, node in enumerate(nodes):
         if i not in at.main:
             if items[i].kind != "compute" and runs[-1]:
@@ -174,13 +173,6 @@ def _runs(graph: Graph, at_each_weight: bool) -> tuple[list[Run], Counter[str]]:
         if node in run_of:
             members[run_of[node]].append(node)
     return [Run(run) for run in members if run], outside
-
-
-def _block(fqn: str) -> str:
-    """Return the name of the repeated module that a parameter is in: ``"layers.3"``; an empty name outside of any."""
-    parts = fqn.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
-    return ".".join(parts[: numbers[0] + 1]) if numbers else ""
 
 
 def _reason_outside(node: Node) -> str | None:

@@ -266,6 +266,15 @@ def schedule_of(graph: CostGraph, gathers: Iterable[Bucket], reductions: Iterabl
     return Schedule(tuple(sorted(gathered, key=lambda scheduled: scheduled.issue_slot)), tuple(reduced))
 
 
+def block_of(fqn: str) -> str | None:
+    """Return the outermost numbered module that holds ``fqn``, or ``None``: ``layers.0`` for ``layers.0.wq.weight``."""
+    parts = fqn.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if part.isdecimal():
+            return ".".join(parts[: i + 1])
+    return None
+
+
 def buckets_of(
     graph: CostGraph, schedule: Schedule, position: Mapping[str, int]
 ) -> tuple[tuple[Bucket, ...], tuple[Bucket, ...]]:

@@ -19,7 +19,7 @@ from torch._dynamo.backends.registry import list_backends, register_backend
 from torch.fx import Graph, GraphModule
 
 from inductor_passes.scheduling.cost_graph import CostGraph
-from inductor_passes.torch_compat.aot_autograd import PartitionedGraphs, is_backward
+from inductor_passes.torch_compat.aot_autograd import PartitionedGraphs
 from inductor_passes.torch_compat.inductor import (
     NO_OTHER_REORDERING,
     CustomGraphPass,
@@ -29,7 +29,7 @@ from inductor_passes.torch_compat.inductor import (
 )
 from simplefsdp.compile.context import compilation_context, source_hash
 from simplefsdp.compile.options import PASS_SLOTS, Options, parse_options
-from simplefsdp.compile.passes import Passes
+from simplefsdp.compile.passes import Passes, direction_of
 from simplefsdp.frontend.eager_resharding import CHANGED_WHILE_UNSHARDED
 from simplefsdp.frontend.initial_weights import compare_initial_weights
 from simplefsdp.frontend.sharding import unshard
@@ -134,7 +134,7 @@ def _inductor(
 
     @_garbage_collection_paused()
     def lower(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:  # of backward: when the first backward runs
-        progress.begin(f"lowering {'backward' if is_backward(graph.graph) else 'forward'}")
+        progress.begin(f"lowering {direction_of(graph.graph)}")
         try:
             return lower_graph(graph, *args, **kwargs)
         finally:

@@ -96,7 +96,7 @@ class Passes:
         if is_higher_order_body(graph):
             return
         let_none_work_in_place_on_the_input_of_another(graph)
-        direction = _direction(graph)
+        direction = direction_of(graph)
         *_, unordered, ordered, _ = DUMP_NAMES[direction]
         if order and self.given.request is not None:
             self._dump(unordered, graph)
@@ -113,7 +113,7 @@ class Passes:
         """Merge a graph's collectives into buckets, and let compute that repeats be compiled once."""
         if is_higher_order_body(graph):
             return
-        direction = _direction(graph)
+        direction = direction_of(graph)
         before, bucketed, *_ = DUMP_NAMES[direction]
         self._dump(before, graph)
         bucket(graph)
@@ -121,7 +121,8 @@ class Passes:
         if self.given.request is not None and self.given.compile_once:
             bodies = compile_once(graph)
             log.debug("%s, %s", direction, bodies)
-            self._dump_text(f"{direction}_bodies.txt", render_bodies(graph, bodies))
+            if self.given.report is not None:
+                self.given.report.write_text(f"{direction}_bodies.txt", render_bodies(graph, bodies))
 
     def cost_graphs(self, forward: Graph, backward: Graph) -> list[CostGraph]:
         """Return both graphs as their schedule sees them; none without a profile."""
@@ -209,5 +210,6 @@ class Passes:
             self.given.report.write_text(name, text)
 
 
-def _direction(graph: Graph) -> str:
+def direction_of(graph: Graph) -> str:
+    """Return ``"backward"`` for a graph that takes gradients of outputs, ``"forward"`` for any other."""
     return "backward" if is_backward(graph) else "forward"

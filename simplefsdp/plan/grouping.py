@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 
 from inductor_passes.scheduling.issue_points import Bucket
+from inductor_passes.scheduling.issue_points import block_of as block_of
 from simplefsdp.plan.bucket_plan import BucketPlan, GraphUses
 from simplefsdp.text.messages import unknown
 
@@ -18,15 +19,6 @@ log = logging.getLogger("simplefsdp")
 
 Buckets = tuple[tuple[str, ...], ...]
 """FQNs of each bucket, in packing order; every parameter of a model is in one bucket."""
-
-
-def block_of(fqn: str) -> str | None:
-    """Return the outermost numbered module that holds ``fqn``, or ``None``: ``layers.0`` for ``layers.0.wq.weight``."""
-    parts = fqn.split(".")
-    for i, part in enumerate(parts[:-1]):
-        if part.isdecimal():
-            return ".".join(parts[: i + 1])
-    return None
 
 
 def blocks(fqns: tuple[str, ...]) -> list[str]:
