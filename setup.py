@@ -23,6 +23,7 @@ setup(
             "transformers",
             "accelerate",
             "lightning",
+            "pytorch-optimizer",
             "pytest",
             "pytest-xdist",
             "hypothesis",

@@ -8,7 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from simplefsdp.training.checkpoint import StrictLoadPlanner
 
@@ -38,7 +43,9 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": 0}
     dcp.load(state, checkpoint_id=path, planner=StrictLoadPlanner())
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    set_model_state_dict(model, model_state)
+    # Not strict, as this rank may own the optimizer's state of some parameters only; the planner is strict for all.
+    set_optimizer_state_dict(model, optimizer, optimizer_state, options=StateDictOptions(strict=False))
     return state["step"]
 
 

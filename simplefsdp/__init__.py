@@ -23,13 +23,15 @@ if TYPE_CHECKING:
     from simplefsdp.plan.bucket_plan import BucketPlan
     from simplefsdp.plan.grouping import manual_plan
     from simplefsdp.training.clip_grad import clip_grad_norm_
-    from simplefsdp.training.optimizers import step_on_shards
+    from simplefsdp.training.optimizers.distribute import distribute_optimizer
+    from simplefsdp.training.optimizers.on_shards import step_on_shards
 
 __all__ = [
     "BucketPlan",
     "HardwareProfile",
     "Measurement",
     "clip_grad_norm_",
+    "distribute_optimizer",
     "manual_plan",
     "measure",
     "register_fsdp_forward_method",
@@ -43,12 +45,13 @@ _MODULES = {
     "HardwareProfile": "hardware.profile",
     "Measurement": "analysis.measurement",
     "clip_grad_norm_": "training.clip_grad",
+    "distribute_optimizer": "training.optimizers.distribute",
     "manual_plan": "plan.grouping",
     "measure": "analysis.measuring",
     "register_fsdp_forward_method": "frontend.parametrization",
     "sharded_init": "frontend.initialization",
     "simple_fsdp": "api",
-    "step_on_shards": "training.optimizers",
+    "step_on_shards": "training.optimizers.on_shards",
 }
 """The module of each public name."""
 

@@ -15,6 +15,7 @@ and its gradient is all-reduced. The order of casts, reductions and divisions is
 import functools
 import math
 from ast import literal_eval
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -224,17 +225,26 @@ def _splits(spec: DTensorSpec, dim: int) -> int:
     return math.prod(size for placement, size in sizes if isinstance(placement, Shard) and placement.dim == dim)
 
 
-def _part(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
-    local = whole.detach()
+def part_of(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> tuple[slice, ...]:
+    """Return what the rank at ``coordinate`` of a mesh holds of each dim of a tensor of this shape."""
+    ranges = [(0, size) for size in shape]
     # What is strided is dealt last, of what its rank of the other dimensions has.
-    for i in sorted(range(mesh.ndim), key=lambda i: isinstance(placements[i], StridedShard)):
+    for i in sorted(range(len(placements)), key=lambda i: isinstance(placements[i], StridedShard)):
         if isinstance(placement := placements[i], Shard | StridedShard):
-            size = local.shape[placement.dim]
-            rows = -(-size // mesh.size(i))
-            start = min(mesh.get_local_rank(i) * rows, size)
-            local = local.narrow(placement.dim, start, min(rows, size - start))
+            first, last = ranges[placement.dim]
+            rows = -(-(last - first) // mesh_shape[i])
+            start = min(first + coordinate[i] * rows, last)
+            ranges[placement.dim] = start, min(start + rows, last)
+    return tuple(slice(*each) for each in ranges)
+
+
+def _part(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
+    coordinate = [mesh.get_local_rank(i) for i in range(mesh.ndim)]
+    part = whole.detach()[part_of(whole.shape, mesh.shape, coordinate, placements)]
     # A copy: a view would keep the full weight's storage alive.
-    return local.clone(memory_format=torch.contiguous_format)
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def all_gather(local: Tensor, comm: Communication) -> Tensor:

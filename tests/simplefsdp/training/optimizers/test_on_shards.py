@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from simplefsdp import simple_fsdp, step_on_shards
-from simplefsdp.training.optimizers import _ELEMENTWISE
+from simplefsdp.training.optimizers.on_shards import ELEMENTWISE
 from tests import zoo
 from tests.compare import assert_same, lowered, same_steps, vectors
 from tests.ranks import Ranks
@@ -56,7 +56,13 @@ def same_state(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) ->
 
 
 CASES: list[tuple[Any, dict[str, Any]]] = [
-    *((kind, {"foreach": foreach}) for kind in _ELEMENTWISE for foreach in (False, True)),
+    # Rprop indexes, which DTensor cannot do; test_distribute.py has it.
+    *(
+        (kind, {"foreach": foreach})
+        for kind in ELEMENTWISE
+        if kind is not torch.optim.Rprop
+        for foreach in (False, True)
+    ),
     (torch.optim.Adam, {"fused": True}),
     (AdamW, {"fused": True}),
     (AdamW, {}),
@@ -96,7 +102,10 @@ def _on_shards() -> None:
 
 def test_optimizers_that_need_whole_matrices_are_refused_by_step_on_shards() -> None:
     weight = nn.Parameter(torch.ones(2))
-    with pytest.raises(TypeError, match=r"optimizer: expected one of Adadelta, .*, found LBFGS"):
+    with pytest.raises(
+        TypeError,
+        match=r"optimizer: expected one of ASGD, Adadelta, .*, found LBFGS; distribute_optimizer\(\) takes others",
+    ):
         step_on_shards(torch.optim.LBFGS([weight]))
 
     class Lars(torch.optim.SGD):
@@ -104,8 +113,19 @@ def test_optimizers_that_need_whole_matrices_are_refused_by_step_on_shards() -> 
 
     with pytest.raises(TypeError, match="found Lars"):
         step_on_shards(Lars([weight]))
-    with pytest.raises(ValueError, match=r"closure: step_on_shards\(\) takes none"):
-        step_on_shards(SGD([weight])).step(lambda: 0.0)
+
+
+def test_a_closure_is_called_once_before_the_step_with_gradients() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = step_on_shards(SGD([weight], lr=1.0))
+
+    def closure() -> torch.Tensor:
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 2
+    assert torch.equal(weight, -torch.ones(2))
 
 
 @pytest.mark.usefixtures("one_of_four")

@@ -1,0 +1,1 @@
+"""Optimizers of sharded parameters: elementwise ones on shards, matrix ones on owners."""

@@ -1,0 +1,347 @@
+"""Any optimizer on sharded parameters: its step on shards, or on whole parameters, each on the rank that owns it.
+
+::
+
+    gradients, shards - all-to-all -> whole parameters on their owners - step - all-to-all -> shards      (of a group)
+
+Owned parameters are stepped in groups. While the wrapped optimizer steps one group, the next one is on its way to the
+owners, and the last one on its way back.
+"""
+
+import gc
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from inductor_passes.runtime.agreement import Subject, compare
+from inductor_passes.torch_compat.distributed import is_single_process_group
+from simplefsdp.training.optimizers.exchange import Exchange, process_group
+from simplefsdp.training.optimizers.on_shards import ELEMENTWISE, replace_step
+from simplefsdp.training.optimizers.ownership import Owned, cost, deal, exchange_groups, lanes, layout, name_of
+from simplefsdp.training.optimizers.probe import Way, way_of
+from simplefsdp.training.optimizers.substitutes import Substitute, on_shard, substitution
+
+log = logging.getLogger("simplefsdp")
+
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
+EXCHANGE_BYTES = 2**28
+
+PER_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
+"""Optimizers of torch's in which a value of a parameter depends on other values of the same parameter only."""
+
+REFUSED: dict[type, str] = {
+    torch.optim.LBFGS: "its step needs a closure that computes the loss several times",
+    torch.optim.SparseAdam: "it needs sparse gradients",
+}
+
+_SUBJECT = Subject(
+    differ="have distributed different optimizers, whose exchanges would hang or mix up parameters",
+    awaited="distribute_optimizer() or the next step after parameters were added",
+    late="",
+    remedy="Build the optimizer alike on all ranks: class, settings, parameters and their order",
+    every_time=True,
+)
+
+
+def distribute_optimizer(
+    optimizer: Optimizer,
+    on: Literal["auto", "shards", "owners"] = "auto",
+    *,
+    exchange_bytes: int = EXCHANGE_BYTES,
+    whole_model: bool = False,
+) -> Optimizer:
+    """Let ``optimizer.step()`` do to sharded parameters what it would do to whole ones, and return ``optimizer``.
+
+    ::
+
+        optimizer = distribute_optimizer(torch.optim.Muon(matrices, lr=0.02))
+        print(optimizer.simple_fsdp_distribution)
+
+    *On shards*, each rank steps its parts of all parameters as plain tensors (``step_on_shards``); nothing is
+    communicated. *On owners*, each parameter has one owner among the ranks of its mesh, data parallel and tensor
+    parallel ones. The owners get values and gradients by an all-to-all for each group of parameters, step them whole,
+    and send the new values back by another. An owner alone has the state of a parameter, as plain tensors. Owners are
+    balanced by what the product of a matrix with itself costs. Values are those of the same optimizer in one process
+    on the same gradients, to the bit. Plain parameters are stepped on every rank.
+
+    Clipping, schedulers (built afterwards), a ``GradScaler``, hooks and ``zero_grad`` work as before; a closure is
+    called once, before the step. New parameter groups are dealt to owners at the next step. Checkpoints go through
+    ``torch.distributed.checkpoint.state_dict``: they load on any number of ranks, and in one process without this
+    function. ``set_optimizer_state_dict`` needs ``StateDictOptions(strict=False)``, as a rank has the state of its own
+    parameters only.
+
+    Args:
+        optimizer: an optimizer of parameters that ``simple_fsdp`` has sharded, built alike on every rank. Each group of
+            its parameters may go another way.
+        on: ``"auto"`` knows torch's optimizers and tries others on a few small parameters: on shards if parts are
+            stepped as they are in the whole, on owners if each parameter is stepped alone as it is among the others.
+            ``"shards"`` and ``"owners"`` try the same, and raise if that way is not right.
+        exchange_bytes: limit of values and gradients that a rank receives at once, in bytes. Two groups may be
+            under way. A parameter that is larger has a group of its own.
+        whole_model: let one rank step all parameters, for an optimizer that takes a norm or a mean over the model. That
+            rank needs the memory of the model three times, and of all state.
+
+    Raises:
+        TypeError: the optimizer cannot go any way, or not the one that ``on`` says; the message says what its step
+            depends on.
+        ValueError: an option is out of range; a parameter already belongs to a distributed optimizer.
+        RuntimeError: the ranks have different optimizers; the parameters were taken before ``simple_fsdp``.
+    """
+    _check_options(optimizer, on, exchange_bytes, whole_model)
+    distribution = Distribution(optimizer, on, exchange_bytes, whole_model)
+    distribution.deal()
+    optimizer.simple_fsdp_distribution = distribution  # type: ignore[attr-defined]
+    optimizer.register_load_state_dict_post_hook(lambda _: distribution.state_was_loaded())
+    replace_step(optimizer, lambda _: distribution.step())
+    log.info("%s", distribution)
+    return optimizer
+
+
+def _check_options(optimizer: Any, on: Any, exchange_bytes: Any, whole_model: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
+    if (reason := REFUSED.get(type(optimizer))) is not None:
+        raise TypeError(f"optimizer: {type(optimizer).__name__} cannot be distributed, {reason}")
+    if isinstance(vars(optimizer).get("simple_fsdp_distribution"), Distribution):
+        raise ValueError("optimizer: it is distributed already")
+    if on not in ("auto", "shards", "owners"):
+        raise ValueError(f"on: expected 'auto', 'shards' or 'owners', found {on!r}")
+    if isinstance(exchange_bytes, bool) or not isinstance(exchange_bytes, int):
+        raise TypeError(f"exchange_bytes: expected a number of bytes, found {exchange_bytes!r}")
+    if exchange_bytes < 1:
+        raise ValueError(f"exchange_bytes: expected a positive number, found {exchange_bytes}")
+    if not isinstance(whole_model, bool):
+        raise TypeError(f"whole_model: expected True or False, found {whole_model!r}")
+    if whole_model and on == "shards":
+        raise ValueError("whole_model: a whole model has an owner, but on='shards'")
+
+
+_optimizer_of: Any = WeakTensorKeyDictionary()
+"""The distributed optimizer of each parameter that has one, as a weak reference."""
+
+
+@dataclass(eq=False)
+class Distribution:
+    """How an optimizer is distributed; as text, a summary."""
+
+    optimizer: torch.optim.Optimizer
+    on: Literal["auto", "shards", "owners"]
+    exchange_bytes: int
+    whole_model: bool
+    ways: list[Way] = field(default_factory=list)
+    """One for each group of parameters."""
+    owned: list[Owned] = field(default_factory=list)
+    """Parameters that have an owner."""
+    exchanges: list[Exchange] = field(default_factory=list)
+    """Groups of owned parameters, in the order in which they are exchanged."""
+    _dealt: list[Tensor] = field(default_factory=list)
+    _state_is_placed: bool = False
+
+    @property
+    def at_once(self) -> bool:
+        """Whether one call of the optimizer's step must step all parameters of this rank."""
+        return "owners at once" in self.ways
+
+    def deal(self) -> None:
+        """Choose a way for every group and an owner for every parameter that needs one; those that have one keep it."""
+        groups = self.optimizer.param_groups
+        params = self._trainable()
+        _check_claims(params, self.optimizer)
+        self.ways += [self._way(i) for i in range(len(self.ways), len(groups))]
+        by_lane = lanes(
+            [
+                param
+                for group, way in zip(groups, self.ways, strict=True)
+                for param in group["params"]
+                if way != "shards" and param.requires_grad
+            ]
+        )
+        if self.whole_model and (len(by_lane) > 1 or not all(isinstance(param, DTensor) for param in params)):
+            raise TypeError("whole_model: expected all parameters sharded over one mesh, of one dtype and device")
+        self._compare(params)
+        before = {id(each.param): each for each in self.owned}
+        self.owned, self.exchanges = [], []
+        loads: dict[tuple[int, ...], list[float]] = {}
+        for (ranks, *_), members in by_lane.items():
+            load = loads.setdefault(ranks, [0.0] * len(ranks))
+            dealt = [before[id(param)] for param in members if id(param) in before]
+            for each in dealt:
+                load[each.owner] += cost(each.param.shape)
+            new = [param for param in members if id(param) not in before]
+            owners = [0] * len(new) if self.whole_model else deal([cost(param.shape) for param in new], load)
+            for member, owner in zip(new, owners, strict=True):
+                load[owner] += cost(member.shape)
+                dealt.append(Owned(member, layout(member), owner))
+            together = [dealt] if self.at_once else exchange_groups(dealt, self.exchange_bytes)
+            self.exchanges += [Exchange(each) for each in together]
+            self.owned += dealt
+        self._dealt = params
+        for param in params:
+            _optimizer_of[param] = weakref.ref(self.optimizer)
+        self._state_is_placed = False
+
+    def step(self) -> None:
+        """Take one step, in which every rank takes part, with no gradient tracked.
+
+        The exchanges do not depend on what this rank's parameters have for gradients, nor on an error of its step: that
+        is raised at the end, when the other ranks have what they wait for.
+        """
+        if [*map(id, self._trainable())] != [*map(id, self._dealt)]:
+            self.deal()
+        if not self._state_is_placed:
+            self._place_state()
+        rounds = iter([self.exchanges] if self.at_once else [[each] for each in self.exchanges])
+        failure: Exception | None = None
+        with substitution(self.optimizer) as call:
+
+            def attempt(substitutes: Sequence[Substitute]) -> None:
+                nonlocal failure
+                try:
+                    if failure is None:
+                        call(substitutes)
+                except Exception as error:
+                    failure = error
+
+            here = self._here()
+            coming, returning = _fetch(rounds), list[Exchange]()
+            if not (self.at_once and coming):
+                attempt(here)
+            while exchanges := coming:
+                coming = _fetch(rounds)
+                owned = [exchange.receive() for exchange in exchanges]
+                whole = [Substitute(*pair, is_shard=False) for pairs in owned for pair in pairs]
+                attempt([*here, *whole] if self.at_once else whole)
+                for exchange, pairs in zip(exchanges, owned, strict=True):
+                    exchange.send_back([value for _, value in pairs])
+                for exchange in returning:
+                    exchange.store()
+                returning = exchanges
+            for exchange in returning:
+                exchange.store()
+        if failure is not None:
+            raise failure
+
+    def state_was_loaded(self) -> None:
+        """Place the state on the owners before the next step."""
+        self._state_is_placed = False
+
+    def __str__(self) -> str:
+        counts = Counter(
+            f"on {way.split()[0]}" if isinstance(param, DTensor) else "on every rank"
+            for group, way in zip(self.optimizer.param_groups, self.ways, strict=True)
+            for param in group["params"]
+            if param.requires_grad
+        )
+        where = ", ".join(f"{count} {place}" for place, count in counts.items())
+        facts = [f"{type(self.optimizer).__name__} steps {where or 'no parameters'}"]
+        loads: dict[tuple[int, ...], list[float]] = {}
+        for each in self.owned:
+            load = loads.setdefault(each.layout.ranks, [0.0] * len(each.layout.ranks))
+            load[each.owner] += cost(each.param.shape)
+        for load in loads.values():
+            most = max(load) * len(load) / sum(load) if sum(load) else 1.0
+            facts.append(f"of {len(load)} owners the busiest has {most:.2f} times the mean cost")
+        if self.exchanges:
+            largest = max(exchange.received_bytes for exchange in self.exchanges) / 2**20
+            facts.append(f"{len(self.exchanges)} exchanges each way, at most {largest:.1f} MiB for this rank")
+        return "; ".join(facts)
+
+    def _trainable(self) -> list[Tensor]:
+        return [param for group in self.optimizer.param_groups for param in group["params"] if param.requires_grad]
+
+    def _way(self, group: int) -> Way:
+        kind, params = type(self.optimizer), self.optimizer.param_groups[group]["params"]
+        if not params:
+            return "shards"
+        if self.whole_model:
+            return way_of(self.optimizer, group, whole_model=True)
+        known: Way | None = "shards" if kind in ELEMENTWISE else "owners" if kind in PER_PARAMETER else None
+        found = known or way_of(self.optimizer, group)
+        if self.on == "shards" and found != "shards":
+            raise TypeError(
+                f"on: what {kind.__name__} does to a value of a parameter depends on other values of this parameter; "
+                "expected 'auto' or 'owners', found 'shards'"
+            )
+        return "owners" if self.on == "owners" and found == "shards" else found
+
+    def _compare(self, params: Sequence[Tensor]) -> None:
+        """Raise on all ranks if they would exchange different parameters."""
+        lines: dict[str, list[str]] = {}
+        settings = f"{type(self.optimizer).__name__}, {self.ways}, exchange_bytes={self.exchange_bytes}"
+        for i, param in enumerate(params):
+            if isinstance(param, DTensor):
+                line = f"parameter {i}: {name_of(param)}{list(param.shape)} {param.dtype} {param.placements}"
+                for group in param.device_mesh.get_all_groups():
+                    lines.setdefault(group.group_name, [f"optimizer: {settings}"]).append(line)
+        compare(lines, subject=_SUBJECT)
+
+    def _place_state(self) -> None:
+        """Leave the state of each owned parameter to its owner; whole values are made from sharded ones.
+
+        Raises:
+            RuntimeError (on all ranks): an owner has no state for a parameter, and another rank has.
+        """
+        state = self.optimizer.state
+        by_group: dict[dist.ProcessGroup, list[Owned]] = {}
+        for each in self.owned:
+            by_group.setdefault(process_group(each.param.device_mesh), []).append(each)
+            if mine := state.get(each.param):
+                whole = {key: _whole(value) for key, value in mine.items()}
+                if each.layout.ranks[each.owner] == dist.get_rank():
+                    state[each.param] = whole
+        for group, owned in by_group.items():
+            have = [i for i, each in enumerate(owned) if state.get(each.param)]
+            everywhere = {dist.get_rank(): have}
+            if not is_single_process_group(group.group_name):
+                found: list[Any] = [None] * group.size()
+                dist.all_gather_object(found, have, group)
+                everywhere = dict(zip(dist.get_process_group_ranks(group), found, strict=True))
+            for i, each in enumerate(owned):
+                owner = each.layout.ranks[each.owner]
+                others = [rank for rank, indices in everywhere.items() if i in indices]
+                if others and owner in everywhere and owner not in others:
+                    raise RuntimeError(
+                        f"{name_of(each.param)}: rank {owner} owns it and has no state for it, rank {others[0]} has; "
+                        "load optimizers by torch.distributed.checkpoint, or load the whole state on every rank"
+                    )
+                if owner != dist.get_rank():
+                    state.pop(each.param, None)
+        self._state_is_placed = True
+
+    def _here(self) -> list[Substitute]:
+        """Return shards and plain parameters, for which nothing is exchanged."""
+        owned = {id(each.param) for each in self.owned}
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        return [on_shard(param) for param in params if id(param) not in owned]
+
+
+def _fetch(rounds: Iterator[list[Exchange]]) -> list[Exchange]:
+    exchanges = next(rounds, [])
+    for exchange in exchanges:
+        exchange.fetch()
+    return exchanges
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _check_claims(params: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Raise if a parameter has another distributed optimizer that is in use."""
+    for param in params:
+        if (other := _optimizer_of.get(param)) is not None and other() not in (None, optimizer):
+            gc.collect()  # an optimizer is part of a circle
+            if other() is not None:
+                raise ValueError(
+                    f"optimizer: {name_of(param)} belongs to another distributed optimizer ({type(other()).__name__})"
+                )
