@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from simplefsdp.plan.grouping import manual_plan
     from simplefsdp.training.clip_grad import clip_grad_norm_
     from simplefsdp.training.optimizers.distribute import distribute_optimizer
+    from simplefsdp.training.optimizers.muon import muon
     from simplefsdp.training.optimizers.on_shards import step_on_shards
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "distribute_optimizer",
     "manual_plan",
     "measure",
+    "muon",
     "register_fsdp_forward_method",
     "sharded_init",
     "simple_fsdp",
@@ -48,6 +50,7 @@ _MODULES = {
     "distribute_optimizer": "training.optimizers.distribute",
     "manual_plan": "plan.grouping",
     "measure": "analysis.measuring",
+    "muon": "training.optimizers.muon",
     "register_fsdp_forward_method": "frontend.parametrization",
     "sharded_init": "frontend.initialization",
     "simple_fsdp": "api",

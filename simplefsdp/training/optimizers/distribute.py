@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from inductor_passes.runtime.agreement import Subject, compare
 from inductor_passes.torch_compat.distributed import is_single_process_group
 from simplefsdp.training.optimizers.exchange import Exchange, process_group
+from simplefsdp.training.optimizers.newton_schulz import Muon
 from simplefsdp.training.optimizers.on_shards import ELEMENTWISE, replace_step
 from simplefsdp.training.optimizers.ownership import Owned, cost, deal, exchange_groups, lanes, layout, name_of
 from simplefsdp.training.optimizers.probe import Way, way_of
@@ -265,8 +266,7 @@ class Distribution:
             return "shards"
         if self.whole_model:
             return way_of(self.optimizer, group, whole_model=True)
-        known: Way | None = "shards" if kind in ELEMENTWISE else "owners" if kind in PER_PARAMETER else None
-        found = known or way_of(self.optimizer, group)
+        found = _known_way(kind, self.optimizer.param_groups[group]) or way_of(self.optimizer, group)
         if self.on == "shards" and found != "shards":
             raise TypeError(
                 f"on: what {kind.__name__} does to a value of a parameter depends on other values of this parameter; "
@@ -323,6 +323,12 @@ class Distribution:
         owned = {id(each.param) for each in self.owned}
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         return [on_shard(param) for param in params if id(param) not in owned]
+
+
+def _known_way(kind: type, group: dict[str, Any]) -> Way | None:
+    if kind is Muon:
+        return "owners" if group["algorithm"] == "muon" else "shards"
+    return "shards" if kind in ELEMENTWISE else "owners" if kind in PER_PARAMETER else None
 
 
 def _fetch(rounds: Iterator[list[Exchange]]) -> list[Exchange]:

@@ -1,0 +1,207 @@
+"""Muon: momentum that is made orthogonal by Newton-Schulz iterations, many matrices of a shape at once.
+
+Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); the scale that matches AdamW is
+that of Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982). ``torch.optim.Muon`` does the same to one
+matrix after the other.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic polynomial that maps singular values towards one; steepest at zero, so five iterations do."""
+
+Scale = Literal["original", "match_rms_adamw"]
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices, and AdamW for the rest, by groups of parameters.
+
+    A group with ``algorithm="muon"`` has parameters of two dims or more; trailing dims count as one. Its update is the
+    momentum of the gradient, made orthogonal by ``newton_schulz``; on a GPU matrices of one shape are stacked, and go
+    through the same products. A group with ``algorithm="adamw"`` is stepped by AdamW of torch, fused on a GPU. ``muon``
+    makes both groups of a model.
+
+    Args:
+        params: parameters, or groups of them, as of any optimizer.
+        lr: learning rate.
+        algorithm: ``"muon"`` or ``"adamw"``.
+        momentum: share of the last momentum in the next one (``muon``).
+        nesterov: look ahead by one more step of momentum (``muon``).
+        iterations: number of Newton-Schulz iterations (``muon``).
+        scale: factor of the update of a matrix of a rows and b columns: ``"original"``: sqrt(max(1, a / b));
+            ``"match_rms_adamw"``: 0.2 sqrt(max(a, b)), with which learning rates of AdamW fit (``muon``).
+        split_rows: number of matrices, one below the other, that each parameter holds, such as heads (``muon``).
+        betas: of AdamW (``adamw``).
+        eps: of AdamW (``adamw``).
+        weight_decay: decoupled, multiplied by ``lr``.
+
+    Raises:
+        ValueError: a setting is out of range; a parameter of ``"muon"`` has one dim or none, or rows that
+            ``split_rows`` does not divide.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.02,
+        *,
+        algorithm: Literal["muon", "adamw"] = "muon",
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        iterations: int = 5,
+        scale: Scale = "original",
+        split_rows: int = 1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+    ):
+        defaults = {
+            "lr": lr,
+            "algorithm": algorithm,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "iterations": iterations,
+            "scale": scale,
+            "split_rows": split_rows,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; see the class for its settings."""
+        super().add_param_group(param_group)
+        try:
+            _check(self.param_groups[-1])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Take a step; ``closure`` computes the loss before it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                (self._muon if group["algorithm"] == "muon" else self._adamw)(params, group)
+        return loss
+
+    def _muon(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        gradients: list[Any] = [param.grad for param in params]
+        for param in params:
+            if not self.state[param]:
+                self.state[param]["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        momenta = [self.state[param]["momentum_buffer"] for param in params]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        updates = momenta
+        if group["nesterov"]:
+            updates = list(torch._foreach_lerp(gradients, momenta, group["momentum"]))
+        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        shapes: dict[tuple[int, ...], list[int]] = {}
+        for i, param in enumerate(params):
+            shapes.setdefault(tuple(param.shape), []).append(i)
+        for shape, members in shapes.items():
+            matrices = [updates[i].reshape(group["split_rows"], shape[0] // group["split_rows"], -1) for i in members]
+            orthogonal = newton_schulz(torch.cat(matrices), group["iterations"]).split(group["split_rows"])
+            step = -group["lr"] * _scale(group["scale"], *matrices[0].shape[1:])
+            for i, update in zip(members, orthogonal, strict=True):
+                params[i].add_(update.reshape(shape), alpha=step)
+
+    def _adamw(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        for param in params:
+            if not self.state[param]:
+                self.state[param] |= {
+                    "step": torch.zeros((), dtype=torch.float32, device=param.device),
+                    "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
+                }
+        state = [self.state[param] for param in params]
+        beta1, beta2 = group["betas"]
+        adamw(
+            params,
+            [param.grad for param in params],  # type: ignore[misc]
+            [each["exp_avg"] for each in state],
+            [each["exp_avg_sq"] for each in state],
+            [],
+            [each["step"] for each in state],
+            foreach=False,
+            # On a CPU the fused kernel rounds the last values of a tensor otherwise, so of a shard other ones.
+            fused=all(param.is_floating_point() and param.is_cuda for param in params),
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def newton_schulz(matrices: Tensor, iterations: int = 5) -> Tensor:
+    """Return matrices with about the same singular vectors, and singular values between about 0.7 and 1.2.
+
+    A matrix of zeros stays one. On a GPU all matrices go through the same products. On a CPU they go one by one, as
+    rounding depends on the size of a batch there: which matrices a rank owns must not show in their values.
+
+    Args:
+        matrices: (number, rows, columns), of any floating dtype.
+        iterations: how often the polynomial x (a + b x^2 + c x^4), of ``COEFFICIENTS``, is applied.
+
+    Returns:
+        (number, rows, columns) in bfloat16.
+    """
+    if matrices.device.type == "cpu":
+        return torch.cat([iterate(each, iterations) for each in matrices.split(1)])
+    return iterate(matrices, iterations)
+
+
+def iterate(matrices: Tensor, iterations: int) -> Tensor:
+    """Apply ``newton_schulz`` to a batch of matrices; each iteration is three batched products and no other kernel."""
+    a, b, c = COEFFICIENTS
+    tall = matrices.shape[1] > matrices.shape[2]
+    wide = matrices.mT if tall else matrices
+    norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    x = (wide / norms.clamp(min=1e-7)).bfloat16()
+    for _ in range(iterations):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if tall else x
+
+
+def _scale(scale: Scale, rows: int, columns: int) -> float:
+    return math.sqrt(max(1, rows / columns)) if scale == "original" else 0.2 * math.sqrt(max(rows, columns))
+
+
+def _check(group: dict[str, Any]) -> None:
+    for name in ("lr", "weight_decay", "eps"):
+        if isinstance(group[name], int | float) and group[name] < 0:
+            raise ValueError(f"{name}: expected a number of at least 0, found {group[name]}")
+    if group["algorithm"] not in ("muon", "adamw"):
+        raise ValueError(f"algorithm: expected 'muon' or 'adamw', found {group['algorithm']!r}")
+    if group["scale"] not in ("original", "match_rms_adamw"):
+        raise ValueError(f"scale: expected 'original' or 'match_rms_adamw', found {group['scale']!r}")
+    for name, values in (("momentum", [group["momentum"]]), ("betas", group["betas"])):
+        if not all(0 <= value < 1 for value in values):
+            raise ValueError(f"{name}: expected from 0 to less than 1, found {group[name]}")
+    for name in ("iterations", "split_rows"):
+        if isinstance(group[name], bool) or not isinstance(group[name], int) or group[name] < 1:
+            raise ValueError(f"{name}: expected a positive number, found {group[name]!r}")
+    if group["algorithm"] == "muon":
+        for param in group["params"]:
+            shape = tuple(param.shape)
+            if len(shape) < 2 or not param.is_floating_point():
+                raise ValueError(f"params: muon steps real matrices, found {shape} of {param.dtype}")
+            if shape[0] % group["split_rows"]:
+                raise ValueError(f"split_rows: {shape} cannot be split into {group['split_rows']} equal matrices")
