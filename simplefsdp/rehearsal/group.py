@@ -306,7 +306,8 @@ class RehearsalGroup(ProcessGroup):
         moves = [self._reduced(tensor, tensor, options) for tensor in reduced]
         return self._issue("broadcast", sum(tensor.nbytes for tensor in tensors), moves, tensors)
 
-    # All-to-all: rank j, a clone, sends what this rank would send to rank `self._rank` if it were rank j.
+    # All-to-all: rank j, a clone, sends what this rank would send to rank `self._rank` if it were rank j. Where it must
+    # send another number of elements (ranks that own or route other things), it repeats or cuts what this rank sends.
 
     def alltoall_base(
         self, output: Tensor, source: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], _options: Any = None
@@ -320,8 +321,18 @@ class RehearsalGroup(ProcessGroup):
 
     def alltoall(self, outputs: Sequence[Tensor], sources: Sequence[Tensor], _options: Any = None) -> Work:
         self._one_for_each_rank("all_to_all", outputs, sources)
-        received = sources[self._rank]
-        return self._issue("all_to_all", sum(s.nbytes for s in sources), [Move(o, received) for o in outputs])
+        sent = sources[self._rank] if sources[self._rank].numel() else max(sources, key=Tensor.numel)
+        moves = []
+        for output in outputs:
+            if sent.numel() and output.shape != sent.shape:
+                parts = output.view(-1).split(sent.numel())
+                moves += [Move(part, sent.view(-1)[: part.numel()]) for part in parts]
+            elif sent.numel():
+                moves.append(Move(output, sent))
+            else:
+                output.zero_()
+        nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (sources, outputs))
+        return self._issue("all_to_all", nbytes, moves)
 
     # From one rank to others
 

@@ -71,6 +71,19 @@ def _exchanged_unevenly(x: Tensor) -> Tensor:
     return out
 
 
+def _exchanged_with_others(x: Tensor) -> Tensor:
+    out = torch.empty(8, dtype=x.dtype)
+    dist.all_to_all_single(out, x, [1, 3, 2, 2], [2] * 4)
+    return out
+
+
+def _exchanged_with_an_owner(x: Tensor) -> Tensor:
+    out = torch.empty(3, dtype=x.dtype)
+    dist.all_to_all_single(out, x, [3, 0, 0, 0], [8, 0, 0, 0])
+    dist.all_to_all_single(more := torch.ones(2), x[:0], [2, 0, 0, 0], [0] * 4)
+    return torch.cat([out, more])
+
+
 def _exchanged_list(x: Tensor) -> Tensor:
     out = [torch.empty(2, dtype=x.dtype) for _ in range(4)]
     dist.all_to_all(out, list(x.chunk(4)))
@@ -173,6 +186,8 @@ X = torch.arange(8.0)
         (lambda x: _reduced(torch.complex(x, -x)), 4 * torch.complex(X, -X)),
         (_exchanged, X[2:4].repeat(4)),
         (_exchanged_unevenly, X[1:4].repeat(4)),
+        (_exchanged_with_others, torch.tensor([2.0, 2, 3, 2, 2, 3, 2, 3])),
+        (_exchanged_with_an_owner, torch.tensor([0.0, 1, 2, 0, 0])),
         (_exchanged_list, X[2:4].repeat(4)),
         (lambda x: _broadcast(x, 1), X),
         (lambda x: _broadcast(x, 0), X),
@@ -211,6 +226,7 @@ def test_each_collective_gives_what_a_world_of_clones_would(
         (_reduced, "all_reduce", 32),
         (_exchanged, "all_to_all", 32),
         (_exchanged_list, "all_to_all", 32),
+        (lambda x: dist.all_to_all_single(torch.empty(12), x, [3] * 4, [2] * 4), "all_to_all", 48),
         (lambda x: _broadcast(x, 0), "broadcast", 32),
         (lambda x: _from_a_list(x, 1), "broadcast", 32),
         (lambda x: _to_root(x, 0), "broadcast", 32),
@@ -284,9 +300,6 @@ def test_collectives_that_a_rehearsal_cannot_carry_are_named() -> None:
         "sums of torch.float8_e4m3fn": lambda: dist.all_reduce(torch.zeros(4).to(torch.float8_e4m3fn)),
         "expected contiguous": lambda: dist.all_reduce(torch.zeros(4, 4)[:, 1]),
         "all_gather over 4 ranks: 8 elements where 32 belong": lambda: dist.all_gather_into_tensor(torch.empty(8), X),
-        "all_to_all over 4 ranks: 1 elements where 2": lambda: dist.all_to_all_single(
-            torch.empty(8), X, [1, 3, 2, 2], [2] * 4
-        ),
     }.items():
         with pytest.raises((ValueError, NotImplementedError, RuntimeError), match=words):
             call()

@@ -1,0 +1,185 @@
+"""The step of Muon on a sharded Llama: whole matrices on owners, and what people do without owners.
+
+    python -m benchmarks.optimizers                       # one rank of 8 and of 64, rehearsed
+
+Times are those of one rank's step, with a network that costs nothing and with one that is given by its bandwidth;
+collectives and MiB are what that rank issued in one step; memory is the peak of the process in its steps, beyond
+parameters and gradients: state, exchanges and what a step computes. A system runs in a process of its own.
+"""
+
+import argparse
+import gc
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from simplefsdp import muon, rehearsal, simple_fsdp
+from simplefsdp.hardware.profile import flat
+from simplefsdp.models import llama
+from simplefsdp.text.tables import markdown_table
+from simplefsdp.training.optimizers.newton_schulz import Muon
+
+SHAPE = {"dim": 512, "heads": 8, "kv_heads": 4, "ffn_dim": 1536, "vocab_size": 512, "max_seq_len": 128}
+
+
+class Redundant(Muon):
+    """Muon for which every rank gathers every gradient, makes every matrix orthogonal, and keeps its rows."""
+
+    def _muon(self, params: list[Any], group: dict[str, Any]) -> None:
+        for param in params:
+            whole = nn.Parameter(param.full_tensor())
+            whole.grad = param.grad.full_tensor()
+            if state := self.state[param]:
+                self.state[whole] = {"momentum_buffer": state["momentum_buffer"]}
+            super()._muon([whole], group)
+            self.state[param] = {"momentum_buffer": self.state.pop(whole)["momentum_buffer"]}
+            mine = distribute_tensor(whole.detach(), param.device_mesh, param.placements, src_data_rank=None)
+            param._local_tensor.copy_(mine._local_tensor)
+
+
+def hidden(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that all systems step: matrices of the blocks."""
+    return [param for name, param in model.named_parameters() if "layers" in name and param.ndim == 2]
+
+
+def ours(model: nn.Module) -> Any:
+    others = [name for name, _ in model.named_parameters() if "layers" not in name]
+    optimizer = muon(model, adamw=others)
+    for group in optimizer.param_groups:
+        if group["algorithm"] == "adamw":
+            for param in group["params"]:
+                param.grad = None
+    return optimizer
+
+
+def of_pytorch_optimizer(model: nn.Module) -> Any:
+    """Each rank steps every N-th matrix and gathers all others; it needs whole parameters on every rank."""
+    from pytorch_optimizer import DistributedMuon
+
+    by_shape = sorted(
+        hidden(model), key=lambda param: tuple(param.shape)
+    )  # it gathers N neighbours as if they were alike
+    return DistributedMuon([{"params": by_shape, "use_muon": True}])
+
+
+SYSTEMS: dict[str, Callable[[nn.Module], Any]] = {
+    "owners": ours,
+    "every rank all": lambda model: Redundant(hidden(model)),
+    "torch on DTensor": lambda model: torch.optim.Muon(hidden(model)),
+    "DistributedMuon, replicated": of_pytorch_optimizer,
+    "one process": lambda model: Muon(hidden(model)),
+}
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def measure(system: str, ranks: int, rank: int, blocks: int, steps: int, gb_per_s: float) -> dict[str, Any]:
+    """Return seconds, collectives and bytes of a step of one rank."""
+    torch.set_num_threads(1)
+    network = flat("given", ranks, alpha_s=20e-6, bandwidth_bytes_per_s=1e9 * gb_per_s)
+    sharded = system not in ("one process", "DistributedMuon, replicated")
+    with rehearsal.world(ranks, None, rank=rank) as world:
+        torch.manual_seed(0)
+        model: nn.Module = llama.build("debug", layers=blocks, **SHAPE)
+        if sharded:
+            simple_fsdp(model)
+        for param in model.parameters():
+            local = param._local_tensor if isinstance(param, DTensor) else param
+            gradient: Tensor = 0.01 * torch.randn(local.shape)
+            param.grad = (
+                DTensor.from_local(
+                    gradient,
+                    param.device_mesh,
+                    param.placements,
+                    run_check=False,
+                    shape=param.shape,
+                    stride=param.stride(),
+                )
+                if isinstance(param, DTensor)
+                else gradient
+            )
+        optimizer = SYSTEMS[system](model)
+        gc.collect()
+        before = resident_bytes()
+        optimizer.step()
+        world.forget()
+        found: dict[str, Any] = {}
+        for name, of in (("free", None), ("network", network)):
+            world.network = of
+            took = []
+            for _ in range(steps):
+                started = time.perf_counter()
+                optimizer.step()
+                took.append(time.perf_counter() - started)
+            found[f"{name}_s"] = statistics.median(took)
+        issued = world.collectives()
+        found["collectives"] = dict(Counter(each.kind for each in issued))
+        found["collectives"] = {kind: count // (2 * steps) for kind, count in found["collectives"].items()}
+        found["mib"] = sum(each.nbytes for each in issued) / (2 * steps) / 2**20
+        found["memory_mib"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 2**20
+        if system == "owners":
+            found["distribution"] = str(optimizer.simple_fsdp_distribution)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.optimizers", description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--blocks", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=5, help="of which the median counts")
+    parser.add_argument("--bandwidth", type=float, default=10.0, help="GB/s of each rank")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--one", metavar="JSON", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(**json.loads(args.one))))
+        return
+    rows = []
+    for ranks in args.ranks:
+        for system in args.systems:
+            asked = {"system": system, "ranks": ranks, "rank": 0, "blocks": args.blocks, "steps": args.steps}
+            words = [
+                sys.executable,
+                "-m",
+                "benchmarks.optimizers",
+                "--one",
+                json.dumps({**asked, "gb_per_s": args.bandwidth}),
+            ]
+            done = subprocess.run(words, capture_output=True, text=True)
+            if done.returncode:
+                rows.append([str(ranks), system, done.stderr.strip().splitlines()[-1][:90], "", "", "", ""])
+                continue
+            found = json.loads(done.stdout.strip().splitlines()[-1])
+            issued = ", ".join(f"{count} {kind}" for kind, count in found["collectives"].items()) or "none"
+            rows.append(
+                [
+                    str(ranks),
+                    system,
+                    f"{1e3 * found['free_s']:.0f}",
+                    f"{1e3 * found['network_s']:.0f}",
+                    issued,
+                    f"{found['mib']:.0f}",
+                    f"{found['memory_mib']:.0f}",
+                ]
+            )
+            print(json.dumps(found), file=sys.stderr, flush=True)
+    columns = ["ranks", "system", "step, no network, ms", "step, ms", "collectives", "MiB", "memory, MiB"]
+    print(markdown_table(columns, rows))
+
+
+if __name__ == "__main__":
+    main()
