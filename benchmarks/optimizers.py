@@ -30,7 +30,7 @@ from simplefsdp.models import llama
 from simplefsdp.text.tables import markdown_table
 from simplefsdp.training.optimizers.newton_schulz import Muon
 
-SHAPE = {"dim": 512, "heads": 8, "kv_heads": 4, "ffn_dim": 1536, "vocab_size": 512, "max_seq_len": 128}
+SHAPE = {"dim": 512, "heads": 8, "kv_heads": 4, "ffn_dim": 1536, "vocab_size": 1024, "max_seq_len": 128}
 
 
 class Redundant(Muon):

@@ -37,8 +37,8 @@ def muon(
         optimizer = muon(model, lr=0.02, adamw_lr=3e-4, split_rows={"*.wq.weight": 32})
 
     Hidden matrices are parameters of two dims or more, without embeddings (the parameters of ``nn.Embedding``) and
-    output layers (matrices of the shape of an embedding). They are stepped whole, each by the rank that owns it; AdamW
-    steps shards. The log (``simplefsdp``, INFO) has the names.
+    output layers (matrices of the shape of an embedding that are in no numbered block, or the last of the model). They
+    are stepped whole, each by the rank that owns it; AdamW steps shards. The log (``simplefsdp``, INFO) has the names.
 
     Args:
         model: a model, after ``simple_fsdp``. Parameters that need no gradient are left out.
@@ -101,14 +101,14 @@ def _hidden(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     embedded = {id(param) for module in embeddings for param in module._parameters.values()}
     shapes = {(module.num_embeddings, module.embedding_dim) for module in embeddings}
-    return {
-        name: param
-        for name, param in named.items()
-        if param.ndim > 1
-        and param.is_floating_point()
-        and id(param) not in embedded
-        and tuple(param.shape) not in shapes
-    }
+    matrices = {name: param for name, param in named.items() if param.ndim > 1 and param.is_floating_point()}
+    last = next(reversed(matrices), None)
+
+    def is_output(name: str) -> bool:
+        in_block = any(part.isdigit() for part in name.split("."))
+        return tuple(matrices[name].shape) in shapes and (name == last or not in_block)
+
+    return {name: param for name, param in matrices.items() if id(param) not in embedded and not is_output(name)}
 
 
 def _matching(option: str, pattern: str, named: Mapping[str, Tensor]) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic polynomial that maps singular values towards one; steepest at zero, so five iterations do."""
+"""Coefficients of the quintic polynomial that brings singular values near one; steep at zero, so five times suffice."""
 
 Scale = Literal["original", "match_rms_adamw"]
 

@@ -117,6 +117,24 @@ def test_a_model_is_split_as_its_users_do(caplog: pytest.LogCaptureFixture) -> N
     assert "AdamW steps tok_embeddings.weight" in caplog.text
 
 
+@pytest.mark.parametrize("in_list", [False, True])
+def test_outputs_are_told_from_hidden_matrices_of_the_same_shape(in_list: bool) -> None:
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, 8)
+            self.blocks = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+            self.head = nn.Linear(8, 8, bias=False)
+
+    model: nn.Module = Square()
+    if in_list:
+        model = nn.Sequential(model.embed, *model.blocks, model.head)  # type: ignore[arg-type, misc]
+    optimizer = muon(model)
+    names = {id(param): name for name, param in model.named_parameters()}
+    rest = [names[id(param)] for param in optimizer.param_groups[1]["params"]]
+    assert rest == (["0.weight", "3.weight"] if in_list else ["embed.weight", "head.weight"])
+
+
 def test_what_muon_cannot_step_is_named() -> None:
     model = tiny_llama(layers=1)
     bad: list[tuple[dict[str, Any], str]] = [
