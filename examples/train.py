@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
-from simplefsdp import clip_grad_norm_, muon, simple_fsdp
+from simplefsdp import Ranger21, clip_grad_norm_, muon, simple_fsdp
 from simplefsdp.models import llama
 
 from . import checkpoints, data
@@ -40,7 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--steps", type=int, default=300, help="number of the last step")
     add("--batch-size", type=int, default=8, help="sequences per rank and step")
     add("--seq-len", type=int, default=256, help="bytes per sequence")
-    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: for hidden matrices, AdamW for the rest")
+    add("--optimizer", choices=["adamw", "muon", "ranger21"], default="adamw", help="muon: of hidden matrices")
     add("--lr", type=float, default=4e-3, help="peak learning rate")
     add("--warmup", type=int, default=30, help="steps of linear warm-up before the cosine decay")
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
@@ -79,11 +79,7 @@ def main() -> None:
     simple_fsdp(model, mp_policy=mixed_precision(args), reshard_after_forward=not args.keep_unsharded)
     options = {"plan": args.plan, "lower_with": args.lower_with, "report_dir": args.report_dir}
     compiled = torch.compile(model, backend="simplefsdp", options=options)
-    if args.optimizer == "muon":
-        settings: Any = {"adamw_lr": args.lr, "adamw_betas": (0.9, 0.95), "scale": "match_rms_adamw"}
-        optimizer: torch.optim.Optimizer = muon(model, args.lr, weight_decay=0.1, **settings)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = make_optimizer(args, model)
     resumed = checkpoints.newest(args.out) if args.resume == "newest" else args.resume and Path(args.resume)
     first_step = checkpoints.load(resumed, model, optimizer) if resumed else 0
     if first_step > args.steps:
@@ -117,6 +113,16 @@ def main() -> None:
         checkpoints.save(args.out, model, optimizer, args.steps)
     log.print(f"checkpoint in {checkpoint}; to train on from it:\n    {resume_line(checkpoint, args)}")
     dist.destroy_process_group()
+
+
+def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    betas = (0.9, 0.95)
+    if args.optimizer == "muon":
+        scale: Any = {"scale": "match_rms_adamw", "adamw_lr": args.lr}
+        return muon(model, args.lr, weight_decay=0.1, adamw_betas=betas, **scale)
+    if args.optimizer == "ranger21":  # main() has a schedule of its own
+        return Ranger21(model.parameters(), 2 * args.steps, args.lr, betas=betas, warmup=1, warmdown=args.steps)
+    return torch.optim.AdamW(model.parameters(), lr=args.lr, betas=betas, weight_decay=0.1)
 
 
 def mixed_precision(args: argparse.Namespace) -> MixedPrecisionPolicy:

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from simplefsdp.training.optimizers.distribute import distribute_optimizer
     from simplefsdp.training.optimizers.muon import muon
     from simplefsdp.training.optimizers.on_shards import step_on_shards
+    from simplefsdp.training.optimizers.ranger21 import Ranger21
 
 __all__ = [
     "BucketPlan",
     "HardwareProfile",
     "Measurement",
+    "Ranger21",
     "clip_grad_norm_",
     "distribute_optimizer",
     "manual_plan",
@@ -46,6 +48,7 @@ _MODULES = {
     "BucketPlan": "plan.bucket_plan",
     "HardwareProfile": "hardware.profile",
     "Measurement": "analysis.measurement",
+    "Ranger21": "training.optimizers.ranger21",
     "clip_grad_norm_": "training.clip_grad",
     "distribute_optimizer": "training.optimizers.distribute",
     "manual_plan": "plan.grouping",

@@ -51,7 +51,8 @@ def test_the_line_that_a_run_prints_resumes_it_bitwise(tmp_path):
     "flags",
     [
         ["--mixed-precision", "bf16", "--activation-checkpointing", "selective"],
-        ["--activation-checkpointing", "block", "--keep-unsharded", "--plan", "none"],
+        ["--activation-checkpointing", "block", "--keep-unsharded", "--plan", "none", "--optimizer", "muon"],
+        ["--optimizer", "ranger21", "--plan", "none"],
     ],
 )
 @pytest.mark.slow

