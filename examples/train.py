@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
-from simplefsdp import Ranger21, clip_grad_norm_, muon, simple_fsdp
+from simplefsdp import Ranger21, clip_grad_norm_, galore, muon, simple_fsdp
 from simplefsdp.models import llama
 
 from . import checkpoints, data
@@ -40,7 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--steps", type=int, default=300, help="number of the last step")
     add("--batch-size", type=int, default=8, help="sequences per rank and step")
     add("--seq-len", type=int, default=256, help="bytes per sequence")
-    add("--optimizer", choices=["adamw", "muon", "ranger21"], default="adamw", help="muon: of hidden matrices")
+    add("--optimizer", choices=["adamw", "muon", "galore", "ranger21"], default="adamw")
     add("--lr", type=float, default=4e-3, help="peak learning rate")
     add("--warmup", type=int, default=30, help="steps of linear warm-up before the cosine decay")
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
@@ -120,6 +120,9 @@ def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Op
     if args.optimizer == "muon":
         scale: Any = {"scale": "match_rms_adamw", "adamw_lr": args.lr}
         return muon(model, args.lr, weight_decay=0.1, adamw_betas=betas, **scale)
+    if args.optimizer == "galore":
+        rank = llama.CONFIGS[args.model].dim // 4
+        return galore(model, rank, args.lr, refresh=100, scale=1.0, betas=betas, weight_decay=0.1)
     if args.optimizer == "ranger21":  # main() has a schedule of its own
         return Ranger21(model.parameters(), 2 * args.steps, args.lr, betas=betas, warmup=1, warmdown=args.steps)
     return torch.optim.AdamW(model.parameters(), lr=args.lr, betas=betas, weight_decay=0.1)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from simplefsdp.plan.grouping import manual_plan
     from simplefsdp.training.clip_grad import clip_grad_norm_
     from simplefsdp.training.optimizers.distribute import distribute_optimizer
+    from simplefsdp.training.optimizers.galore import galore
     from simplefsdp.training.optimizers.muon import muon
     from simplefsdp.training.optimizers.on_shards import step_on_shards
     from simplefsdp.training.optimizers.ranger21 import Ranger21
@@ -35,6 +36,7 @@ __all__ = [
     "Ranger21",
     "clip_grad_norm_",
     "distribute_optimizer",
+    "galore",
     "manual_plan",
     "measure",
     "muon",
@@ -51,6 +53,7 @@ _MODULES = {
     "Ranger21": "training.optimizers.ranger21",
     "clip_grad_norm_": "training.clip_grad",
     "distribute_optimizer": "training.optimizers.distribute",
+    "galore": "training.optimizers.galore",
     "manual_plan": "plan.grouping",
     "measure": "analysis.measuring",
     "muon": "training.optimizers.muon",

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from inductor_passes.runtime.agreement import Subject, compare
 from inductor_passes.torch_compat.distributed import is_single_process_group
 from simplefsdp.training.optimizers.exchange import Exchange, process_group
+from simplefsdp.training.optimizers.low_rank import GaLore
 from simplefsdp.training.optimizers.newton_schulz import Muon
 from simplefsdp.training.optimizers.on_shards import ELEMENTWISE, replace_step
 from simplefsdp.training.optimizers.ownership import Owned, cost, deal, exchange_groups, lanes, layout, name_of
@@ -328,8 +329,8 @@ class Distribution:
 
 
 def _known_way(kind: type, group: dict[str, Any]) -> Way | None:
-    if kind is Muon:
-        return "owners" if group["algorithm"] == "muon" else "shards"
+    if kind in (Muon, GaLore):
+        return "shards" if group["algorithm"] == "adamw" else "owners"
     return "shards" if kind in ELEMENTWISE else "owners" if kind in PER_PARAMETER else None
 
 

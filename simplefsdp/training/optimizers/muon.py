@@ -2,13 +2,12 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from simplefsdp.text.messages import unknown
 from simplefsdp.training.optimizers.distribute import EXCHANGE_BYTES, distribute_optimizer
+from simplefsdp.training.optimizers.hidden import hidden_matrices, matching
 from simplefsdp.training.optimizers.newton_schulz import Muon, Scale
 
 log = logging.getLogger("simplefsdp")
@@ -62,15 +61,15 @@ def muon(
         TypeError, RuntimeError: see ``distribute_optimizer``.
     """
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    hidden = _hidden(model, named)
+    hidden = hidden_matrices(model, named)
     for pattern in adamw:
-        chosen = _matching("adamw", pattern, named)
+        chosen = matching("adamw", pattern, named)
         hidden = {name: param for name, param in hidden.items() if name not in chosen}
     if not hidden:
         raise ValueError("model: it has no hidden matrix that muon could step")
     pieces = dict.fromkeys(hidden, 1)
     for pattern, count in (split_rows or {}).items():
-        pieces |= dict.fromkeys(_matching("split_rows", pattern, hidden), count)
+        pieces |= dict.fromkeys(matching("split_rows", pattern, hidden), count)
     groups: list[dict[str, Any]] = [
         {
             "params": [hidden[name] for name in hidden if pieces[name] == count],
@@ -95,24 +94,3 @@ def muon(
         betas=adamw_betas,
     )
     return distribute_optimizer(optimizer, exchange_bytes=exchange_bytes)
-
-
-def _hidden(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    embedded = {id(param) for module in embeddings for param in module._parameters.values()}
-    shapes = {(module.num_embeddings, module.embedding_dim) for module in embeddings}
-    matrices = {name: param for name, param in named.items() if param.ndim > 1 and param.is_floating_point()}
-    last = next(reversed(matrices), None)
-
-    def is_output(name: str) -> bool:
-        in_block = any(part.isdigit() for part in name.split("."))
-        return tuple(matrices[name].shape) in shapes and (name == last or not in_block)
-
-    return {name: param for name, param in matrices.items() if id(param) not in embedded and not is_output(name)}
-
-
-def _matching(option: str, pattern: str, named: Mapping[str, Tensor]) -> list[str]:
-    found = [name for name in named if fnmatchcase(name, pattern)]
-    if not found:
-        raise ValueError(f"{option}: {unknown('parameter', pattern, named)}")
-    return found

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
+
+from simplefsdp.training.optimizers.adamw import step_by_adamw
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic polynomial that brings singular values near one; steep at zero, so five times suffice."""
@@ -94,7 +95,10 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if params:
-                (self._muon if group["algorithm"] == "muon" else self._adamw)(params, group)
+                if group["algorithm"] == "muon":
+                    self._muon(params, group)
+                else:
+                    step_by_adamw(self, params, group)
         return loss
 
     def _muon(self, params: list[Tensor], group: dict[str, Any]) -> None:
@@ -117,35 +121,6 @@ class Muon(torch.optim.Optimizer):
             step = -group["lr"] * _scale(group["scale"], *matrices[0].shape[1:])
             for i, update in zip(members, orthogonal, strict=True):
                 params[i].add_(update.reshape(shape), alpha=step)
-
-    def _adamw(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        for param in params:
-            if not self.state[param]:
-                self.state[param] |= {
-                    "step": torch.zeros((), dtype=torch.float32, device=param.device),
-                    "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
-                }
-        state = [self.state[param] for param in params]
-        beta1, beta2 = group["betas"]
-        adamw(
-            params,
-            [param.grad for param in params],  # type: ignore[misc]
-            [each["exp_avg"] for each in state],
-            [each["exp_avg_sq"] for each in state],
-            [],
-            [each["step"] for each in state],
-            foreach=False,
-            # On a CPU the fused kernel rounds the last values of a tensor otherwise, so of a shard other ones.
-            fused=all(param.is_floating_point() and param.is_cuda for param in params),
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
 
 
 def newton_schulz(matrices: Tensor, iterations: int = 5) -> Tensor:

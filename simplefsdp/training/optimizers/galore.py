@@ -1,0 +1,69 @@
+"""GaLore for a model: which parameters are projected, and who steps them."""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from simplefsdp.training.optimizers.distribute import EXCHANGE_BYTES, distribute_optimizer
+from simplefsdp.training.optimizers.hidden import hidden_matrices, matching
+from simplefsdp.training.optimizers.low_rank import GaLore
+
+log = logging.getLogger("simplefsdp")
+
+
+def galore(
+    model: nn.Module,
+    rank: int,
+    lr: float = 1e-3,
+    *,
+    refresh: int = 200,
+    scale: float = 0.25,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    adamw: Sequence[str] = (),
+    seed: int = 0,
+    exchange_bytes: int = EXCHANGE_BYTES,
+) -> GaLore:
+    """Return an optimizer that steps the hidden matrices of ``model`` by GaLore, and all else by AdamW.
+
+    Hidden matrices are those of ``muon``. They are stepped whole, each by the rank that owns it, which alone has its
+    moments and its projection; AdamW steps shards.
+
+    Args:
+        model: a model, after ``simple_fsdp``. Parameters that need no gradient are left out.
+        rank: see ``GaLore``; matrices with no side that is larger are stepped by AdamW.
+        lr: learning rate of all parameters.
+        refresh: see ``GaLore``.
+        scale: see ``GaLore``.
+        betas: of AdamW, projected or not.
+        eps: of AdamW, projected or not.
+        weight_decay: decoupled, of all parameters.
+        adamw: patterns (globs) of more parameters that are not to be projected.
+        seed: see ``GaLore``.
+        exchange_bytes: see ``distribute_optimizer``.
+
+    Raises:
+        ValueError: a pattern names no parameter; a setting is out of range; the model has no hidden matrix.
+        TypeError, RuntimeError: see ``distribute_optimizer``.
+    """
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    hidden = {
+        name: p for name, p in hidden_matrices(model, named).items() if min(p.shape[0], math.prod(p.shape[1:])) > rank
+    }
+    for pattern in adamw:
+        chosen = matching("adamw", pattern, named)
+        hidden = {name: param for name, param in hidden.items() if name not in chosen}
+    if not hidden:
+        raise ValueError(f"rank: the model has no hidden matrix of a higher rank than {rank}")
+    rest = {name: param for name, param in named.items() if name not in hidden}
+    groups: list[dict[str, Any]] = [{"params": [*hidden.values()]}]
+    if rest:
+        groups.append({"params": [*rest.values()], "algorithm": "adamw"})
+    log.info("GaLore projects %s; AdamW steps %s", ", ".join(hidden), ", ".join(rest) or "nothing else")
+    settings: Any = {"refresh": refresh, "scale": scale, "betas": betas, "eps": eps, "seed": seed}
+    optimizer = GaLore(groups, rank, lr, weight_decay=weight_decay, **settings)
+    return distribute_optimizer(optimizer, exchange_bytes=exchange_bytes)

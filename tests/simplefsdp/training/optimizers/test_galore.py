@@ -1,0 +1,195 @@
+"""GaLore: its search of subspaces, its formula, its bytes, and its values on sharded parameters."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from simplefsdp import distribute_optimizer, galore
+from simplefsdp.models import llama
+from simplefsdp.training.checkpoint import StrictLoadPlanner
+from simplefsdp.training.optimizers.low_rank import GaLore, search_subspace
+from simplefsdp.training.optimizers.probe import way_of
+from tests.models import tiny_llama
+from tests.ranks import Ranks
+from tests.simplefsdp.training.optimizers.test_distribute import MODES, Model, assert_same_values, set_gradients
+
+
+def decaying(rows: int, columns: int, decay: float) -> Tensor:
+    """A matrix whose singular values fall by a factor each."""
+    torch.manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(size, min(rows, columns)))[0] for size in (rows, columns))
+    return left @ torch.diag(decay ** torch.arange(min(rows, columns)).float()) @ right.mT
+
+
+@pytest.mark.parametrize("shape", [(40, 60), (40, 40), (7, 90), (60, 40)])
+def test_a_subspace_keeps_nearly_as_much_as_singular_vectors_do(shape: tuple[int, int]) -> None:
+    for decay in (0.5, 0.9, 0.99):
+        matrix = decaying(*shape, decay)
+        rank = 5
+        vectors, energy = search_subspace(matrix, rank, seed=3)
+        assert vectors.shape == (shape[0], rank)
+        torch.testing.assert_close(vectors.mT @ vectors, torch.eye(rank), atol=1e-5, rtol=0)
+        best = torch.linalg.svdvals(matrix).square()
+        share = best[:rank].sum() / best.sum()
+        assert (0.9 if decay == 0.99 else 0.98) * share <= energy <= share * (1 + 1e-5)
+        torch.testing.assert_close((vectors.mT @ matrix).norm() ** 2 / matrix.norm() ** 2, energy)
+
+
+def test_a_matrix_of_that_rank_is_kept_whole_and_one_of_zeros_is_no_trouble() -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(20, 4) @ torch.randn(4, 30)
+    vectors, energy = search_subspace(matrix.bfloat16().float(), 6, seed=0)
+    assert energy > 0.999
+    torch.testing.assert_close(vectors @ (vectors.mT @ matrix), matrix, atol=0.05, rtol=0.05)
+    assert search_subspace(torch.zeros(5, 6), 3, seed=0)[1] == 0
+    assert search_subspace(torch.ones(5, 2), 4, seed=0)[0].shape == (5, 4)
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (6, 5, 2)])
+def test_steps_are_those_of_the_paper(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    value = torch.randn(shape)
+    gradients = [torch.randn(shape) for _ in range(5)]
+    weight = nn.Parameter(value.clone())
+    optimizer = GaLore([weight], 3, lr=0.1, refresh=2, scale=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, seed=7)
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+    expected, transposed = value.flatten(1), shape == (10, 6)
+    first = second = projection = torch.zeros(())
+    for t, gradient in enumerate(gradients):
+        g = gradient.flatten(1).mT if transposed else gradient.flatten(1)
+        if t % 2 == 0:
+            projection, _ = search_subspace(g, 3, seed=7 + t)
+        low = projection.mT @ g
+        first, second = 0.8 * first + 0.2 * low, 0.9 * second + 0.1 * low**2
+        normal = (first / (1 - 0.8 ** (t + 1))) / ((second / (1 - 0.9 ** (t + 1))).sqrt() + 1e-6)
+        update = 0.5 * projection @ normal
+        expected = expected * (1 - 0.1 * 0.2) - 0.1 * (update.mT if transposed else update)
+    torch.testing.assert_close(weight.detach().flatten(1), expected, rtol=1e-4, atol=1e-5)
+    assert all(isinstance(state, Tensor) for state in optimizer.state[weight].values())
+    assert optimizer.state[weight]["exp_avg"].shape == (3, 10)
+
+
+def test_the_trial_of_galore_finds_what_is_known_of_it() -> None:
+    weight, bias = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
+    optimizer = GaLore([{"params": [weight]}, {"params": [bias], "algorithm": "adamw"}], 2)
+    assert [way_of(optimizer, 0), way_of(optimizer, 1)] == ["owners", "shards"]
+
+
+def test_state_takes_60_percent_less_than_that_of_adamw_at_the_settings_of_the_paper() -> None:
+    # The shapes of a 7B Llama at a sixteenth of their sides; rank 1024 of 4096 is a quarter of the width.
+    model = llama.build("debug", dim=256, layers=8, heads=8, kv_heads=8, ffn_dim=688, vocab_size=512, max_seq_len=8)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizers = [galore(model, rank=64), torch.optim.AdamW(model.parameters())]
+    totals = []
+    for optimizer in optimizers:
+        optimizer.step()
+        state = [value for of in optimizer.state.values() for value in of.values()]
+        totals.append(sum(value.nbytes for value in state))
+    assert totals[0] < 0.4 * totals[1]
+
+
+def make(model: Any, distribute: bool) -> Any:
+    hidden = [p for p in model.parameters() if p.ndim == 2 and p.dtype == torch.float32 and p.requires_grad]
+    rest = [p for p in model.parameters() if p.requires_grad and not any(p is other for other in hidden)]
+    optimizer = GaLore([{"params": hidden}, {"params": rest, "algorithm": "adamw"}], 2, lr=0.1, refresh=3)
+    return distribute_optimizer(optimizer, exchange_bytes=600) if distribute else optimizer
+
+
+@pytest.mark.parametrize("mode", ["fully", "hybrid", "columns", "tensor parallel"])
+def test_sharded_parameters_have_the_values_of_one_process(four_ranks: Ranks, mode: str) -> None:
+    four_ranks.run(_sharded, mode)
+
+
+def _sharded(mode: str) -> None:
+    plain, model = Model(0), MODES[mode](Model(0))
+    optimizers = [make(plain, distribute=False), make(model, distribute=True)]
+    for step in range(8):
+        set_gradients(plain, model, step)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_values(MODES[mode], plain, model)
+
+
+def test_a_run_is_resumed_in_the_middle_of_a_period_on_other_ranks(
+    two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path
+) -> None:
+    four_ranks.run(_save, str(tmp_path))
+    two_ranks.run(_load, str(tmp_path))
+
+
+def _save(folder: str) -> None:
+    model = MODES["tensor parallel"](Model(0))
+    optimizer = make(model, distribute=True)
+    for step in range(4):
+        set_gradients(Model(0), model, step)
+        optimizer.step()
+    optimizer.zero_grad()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+
+
+def _load(folder: str) -> None:
+    plain, model = Model(0), MODES["fully"](Model(7))
+    reference, optimizer = make(plain, distribute=False), make(model, distribute=True)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder, planner=StrictLoadPlanner())
+    set_model_state_dict(model, weights)
+    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
+    for step in range(8):
+        set_gradients(plain, model, step)
+        reference.step()
+        if step >= 4:
+            optimizer.step()
+    assert_same_values(MODES["fully"], plain, model)
+
+
+def test_a_model_is_split_and_what_a_search_keeps_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_llama(layers=2)
+    with caplog.at_level(logging.INFO, "simplefsdp"):
+        optimizer = galore(model, 12, lr=0.01, adamw=["*.wo.*"], refresh=2)
+        for param in model.parameters():
+            param.grad = param.detach().clone()
+        for _ in range(3):
+            optimizer.step()
+    names = {id(param): name for name, param in model.named_parameters()}
+    hidden, rest = ([names[id(param)] for param in group["params"]] for group in optimizer.param_groups)
+    assert "layers.0.attention.wq.weight" in hidden
+    assert "layers.0.attention.wk.weight" in rest  # 12 rows are no higher rank
+    assert {"layers.0.attention.wo.weight", "tok_embeddings.weight", "output.weight", "norm.weight"} <= set(rest)
+    assert caplog.text.count(f"GaLore searched {len(hidden)} subspaces, which keep ") == 2
+    assert "AdamW steps tok_embeddings.weight" in caplog.text
+
+
+def test_what_galore_cannot_step_is_named() -> None:
+    model = tiny_llama(layers=1)
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"rank": 0}, "rank: expected a positive number, found 0"),
+        ({"rank": 40}, "rank: the model has no hidden matrix of a higher rank than 40"),
+        ({"rank": 4, "refresh": 0}, "refresh: expected a positive number, found 0"),
+        ({"rank": 4, "scale": -1.0}, "scale: expected a number of at least 0, found -1.0"),
+        ({"rank": 4, "betas": (1.0, 0.9)}, r"betas: expected from 0 to less than 1, found \(1.0, 0.9\)"),
+        ({"rank": 4, "adamw": ["nothing"]}, "adamw: unknown parameter 'nothing'"),
+    ]
+    for options, message in bad:
+        with pytest.raises(ValueError, match=message):
+            galore(model, **options)
+    with pytest.raises(ValueError, match=r"params: GaLore projects real matrices, found \(36,\) of torch.float32"):
+        GaLore([model.norm.weight], 4)
+    optimizer = GaLore([model.output.weight], 4)
+    with pytest.raises(ValueError, match="algorithm: expected 'galore' or 'adamw', found 'sgd'"):
+        optimizer.add_param_group({"params": [model.norm.weight], "algorithm": "sgd"})
+    assert len(optimizer.param_groups) == 1
