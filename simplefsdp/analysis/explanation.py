@@ -336,7 +336,8 @@ def _planned(
     if not all(found):
         return None
     seconds = sum(one.timeline.seconds for one in found if one)
-    return seconds + costs.outside_s, costs.resident_bytes + max(one.timeline.peak for one in found if one)
+    peaks = [one.timeline.peak for one in found if one]
+    return seconds + costs.outside_s, costs.resident_bytes + max(*peaks, costs.outside_bytes)
 
 
 def _change_to(

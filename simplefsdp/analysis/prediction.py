@@ -25,29 +25,35 @@ class StepState(NamedTuple):
     """Bytes of their shards and of the optimizer's state."""
     updated_bytes: int = 0
     """Bytes that the optimizer reads and writes."""
+    gradient_bytes: int = 0
+    """Bytes of the gradients of their shards."""
+    exchange_bytes: int = 0
+    """Most bytes of whole values and gradients that the optimizer receives at once; see ``distribute_optimizer``."""
+    products: tuple[float, ...] = ()
+    """Operations of each product of matrices, in bfloat16, in the optimizer's step."""
 
 
-def step_state(parameters: Iterable[tuple[ShardedParameter, torch.dtype, bool]]) -> StepState:
-    """Return the state of a step that trains these parameters by Adam with two float32 moments.
+def step_state(
+    parameters: Iterable[tuple[ShardedParameter, torch.dtype, bool]], *, moments_bytes: int = 8
+) -> StepState:
+    """Return the state of a step that trains these parameters on their shards.
 
-    Adam reads the shard, its gradient and both moments, and writes the shard and both moments.
+    The optimizer reads the shard, its gradient and its moments, and writes the shard and the moments.
 
     Args:
         parameters: each with the dtype of its shard and whether it is trained.
+        moments_bytes: bytes of the moments of each element of a shard; 8 for the two float32 ones of Adam.
     """
-    count = resident = updated = 0
+    count = resident = updated = gradients = 0
     for info, dtype, trained in parameters:
         numel = _shard_numel(info)
         count += 1
         if info.communication.device is not None:  # all of that is on CPU
             continue
-        resident += numel * (dtype.itemsize + (_MOMENTS_BYTES if trained else 0))
-        updated += numel * (3 * dtype.itemsize + 2 * _MOMENTS_BYTES) if trained else 0
-    return StepState(count, resident, updated)
-
-
-_MOMENTS_BYTES = 8
-"""Bytes of both moments for each element of a shard."""
+        resident += numel * (dtype.itemsize + (moments_bytes if trained else 0))
+        updated += numel * (3 * dtype.itemsize + 2 * moments_bytes) if trained else 0
+        gradients += numel * dtype.itemsize if trained else 0
+    return StepState(count, resident, updated, gradients)
 
 
 def _shard_numel(info: ShardedParameter) -> int:
@@ -71,6 +77,8 @@ class StepCosts(NamedTuple):
     """Seconds of a step outside of its graphs."""
     memory_limit_bytes: float
     """Bytes that the graphs may need besides ``resident_bytes``; infinite: no limit."""
+    outside_bytes: int = 0
+    """Bytes that the optimizer's step needs besides ``resident_bytes``: gradients, and what it exchanges."""
 
     @property
     def cost_graphs(self) -> tuple[CostGraph, CostGraph]:
@@ -122,8 +130,11 @@ def step_costs(
     """Return the costs of a step with a forward and a backward graph; only a step with a backward has an optimizer."""
     forward, backward = cost_graphs
     outside = profile.parameter_s * state.parameters + profile.memory_s(state.updated_bytes)
-    outside = outside if backward.seconds else 0.0
-    return StepCosts(profile.name, forward, backward, state.resident_bytes, outside, memory_limit_bytes)
+    outside += sum(profile.compute_s("matmul", torch.bfloat16, flops) for flops in state.products)
+    outside_bytes = state.gradient_bytes + state.exchange_bytes
+    if not backward.seconds:
+        outside, outside_bytes = 0.0, 0
+    return StepCosts(profile.name, forward, backward, state.resident_bytes, outside, memory_limit_bytes, outside_bytes)
 
 
 @dataclass(frozen=True)
@@ -188,6 +199,6 @@ def predict(plan: BucketPlan, costs: StepCosts, replayed: Sequence[Timeline]) ->
         costs.outside_s,
         first.exposed + second.exposed,
         lower_bound(costs.forward) + lower_bound(costs.backward),
-        costs.resident_bytes + max(first.peak, second.peak),
+        costs.resident_bytes + max(first.peak, second.peak, costs.outside_bytes),
         costs.resident_bytes,
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from simplefsdp.analysis.optimizer_costs import OPTIMIZERS
 from simplefsdp.compile.plan_model import PlanJob, PlannedModel, plan_model
 from simplefsdp.hardware.catalog import DEVICES, built_in, smallest_network
 from simplefsdp.hardware.profile import NETWORKS, HardwareProfile, load_profile
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "weights that stay unsharded until backward: all, or auto: those that the planner chooses"
     add("--keep-unsharded", nargs="?", const="all", choices=["all", "auto"], help=text)
     add("--activation-checkpointing", default="none", choices=["none", "block", "selective"])
+    add("--optimizer", default="adamw", choices=OPTIMIZERS, help="whose state, exchanges and work count")
     add("--sweep", nargs="+", metavar="NAME=A,B", help=f"a table over several of {', '.join(_SWEPT)}")
     add("--out", type=Path, default=Path("out/plan"), help="folder for plan.json and what simplefsdp explain reads")
     add("--json", action="store_true", help="print JSON")
@@ -113,6 +115,7 @@ def _job(args: argparse.Namespace) -> PlanJob:
         layers=args.layers,
         keep_unsharded=args.keep_unsharded,
         activation_checkpointing=args.activation_checkpointing,
+        optimizer=args.optimizer,
     )
     job.factory(job.layers)
     job.layout.check()

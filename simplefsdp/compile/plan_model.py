@@ -13,7 +13,8 @@ from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.keep_unsharded import keep_unsharded
 from inductor_passes.scheduling.repeat_blocks import BlocksDifferError, repeat_blocks
 from simplefsdp.analysis.explanation import Explanation, explain
-from simplefsdp.analysis.prediction import StepCosts, StepState, step_state
+from simplefsdp.analysis.optimizer_costs import optimizer_state
+from simplefsdp.analysis.prediction import StepCosts, StepState
 from simplefsdp.analysis.timeline_trace import prediction_files
 from simplefsdp.api import simple_fsdp
 from simplefsdp.compile.backend import trace_cost_graphs
@@ -63,6 +64,8 @@ class PlanJob:
     """Weights that stay unsharded until backward: ``"all"``, ``"auto"`` (the planner chooses) or ``None``."""
     activation_checkpointing: str = "none"
     """``"none"``, ``"block"`` or ``"selective"``."""
+    optimizer: str = "adamw"
+    """One of ``OPTIMIZERS``."""
 
     def factory(self, layers: int | None) -> Callable[[], nn.Module]:
         """Return what makes the model with so many blocks; see ``model_factory`` for errors."""
@@ -137,7 +140,7 @@ def plan_model(job: PlanJob, on_stage: Callable[[str], object] = lambda _: None)
             costs = _traced(build(job.layers), job)
         on_stage("planning")
         params: list[Any] = list(whole.parameters())
-        state = step_state((param.simple_fsdp_info, param.dtype, param.requires_grad) for param in params)
+        state = optimizer_state(whole, job.optimizer)
         parameters = params[0].simple_fsdp_info.model.parameters
     planned = plan_step(job.request, _step_to_plan(job, costs, state=state, parameters=parameters), profile)
     assert planned.prediction is not None

@@ -64,9 +64,11 @@ def test_evaluation_has_no_optimizer() -> None:
 def test_frozen_parameters_have_no_optimizer_state() -> None:
     info = next(simple_fsdp(nn.Linear(6, 10, bias=False)).parameters()).simple_fsdp_info
     shard = 3 * 6
-    assert step_state([(info, torch.float32, True)]) == (1, shard * (4 + 8), shard * 28)
-    assert step_state([(info, torch.bfloat16, False)]) == (1, shard * 2, 0)
-    assert step_state([(info, torch.bfloat16, True), (info, torch.float32, False)]) == (2, shard * 14, shard * 22)
+    assert step_state([(info, torch.float32, True)]) == StepState(1, shard * (4 + 8), shard * 28, shard * 4)
+    assert step_state([(info, torch.bfloat16, False)]) == StepState(1, shard * 2, 0)
+    assert step_state([(info, torch.bfloat16, True), (info, torch.float32, False)]) == StepState(
+        2, shard * 14, shard * 22, shard * 2
+    )
 
 
 @pytest.mark.usefixtures("one_of_four")
