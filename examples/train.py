@@ -121,8 +121,8 @@ def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Op
         scale: Any = {"scale": "match_rms_adamw", "adamw_lr": args.lr}
         return muon(model, args.lr, weight_decay=0.1, adamw_betas=betas, **scale)
     if args.optimizer == "galore":
-        rank = llama.CONFIGS[args.model].dim // 4
-        return galore(model, rank, args.lr, refresh=100, scale=1.0, betas=betas, weight_decay=0.1)
+        rank = llama.CONFIGS[args.model].dim // 2
+        return galore(model, rank, args.lr, refresh=50, scale=1.0, betas=betas, weight_decay=0.1)
     if args.optimizer == "ranger21":  # main() has a schedule of its own
         return Ranger21(model.parameters(), 2 * args.steps, args.lr, betas=betas, warmup=1, warmdown=args.steps)
     return torch.optim.AdamW(model.parameters(), lr=args.lr, betas=betas, weight_decay=0.1)

