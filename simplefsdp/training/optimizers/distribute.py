@@ -37,7 +37,8 @@ log = logging.getLogger("simplefsdp")
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
-EXCHANGE_BYTES = 2**28
+EXCHANGE_BYTES = 2**24
+"""More, smaller exchanges hide better under the steps between them; a matrix of a large model is one by itself."""
 
 PER_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
 """Optimizers of torch's in which a value of a parameter depends on other values of the same parameter only."""

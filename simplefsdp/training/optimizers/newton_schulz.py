@@ -112,13 +112,16 @@ class Muon(torch.optim.Optimizer):
         if group["nesterov"]:
             updates = list(torch._foreach_lerp(gradients, momenta, group["momentum"]))
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        shapes: dict[tuple[int, ...], list[int]] = {}
+        batches: dict[Any, list[int]] = {}
         for i, param in enumerate(params):
-            shapes.setdefault(tuple(param.shape), []).append(i)
-        for shape, members in shapes.items():
+            # On a CPU a batch of several would be taken apart again.
+            batches.setdefault(i if param.device.type == "cpu" else param.shape, []).append(i)
+        for members in batches.values():
+            shape = params[members[0]].shape
             matrices = [updates[i].reshape(group["split_rows"], shape[0] // group["split_rows"], -1) for i in members]
-            orthogonal = newton_schulz(torch.cat(matrices), group["iterations"]).split(group["split_rows"])
-            step = -group["lr"] * _scale(group["scale"], *matrices[0].shape[1:])
+            batch = torch.cat(matrices) if len(matrices) > 1 else matrices[0]
+            orthogonal = newton_schulz(batch, group["iterations"]).split(group["split_rows"])
+            step = -group["lr"] * _scale(group["scale"], *batch.shape[1:])
             for i, update in zip(members, orthogonal, strict=True):
                 params[i].add_(update.reshape(shape), alpha=step)
 
@@ -136,7 +139,7 @@ def newton_schulz(matrices: Tensor, iterations: int = 5) -> Tensor:
     Returns:
         (number, rows, columns) in bfloat16.
     """
-    if matrices.device.type == "cpu":
+    if matrices.device.type == "cpu" and len(matrices) > 1:
         return torch.cat([iterate(each, iterations) for each in matrices.split(1)])
     return iterate(matrices, iterations)
 
