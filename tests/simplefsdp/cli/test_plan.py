@@ -138,6 +138,17 @@ def test_any_model_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [fqn for fqn, _ in found.parameters] == [f"layers.{i}.{name}" for i in (0, 1) for name in ("weight", "bias")]
 
 
+def test_the_memory_and_work_of_the_optimizer_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = {}
+    for name in ("sgd", "muon"):
+        plan(monkeypatch, *SMALL, "--plan", "block", "--layers", 2, "--optimizer", name, "--out", tmp_path / name)
+        (explanation,) = read(tmp_path / name).values()
+        costs[name] = explanation.costs
+    assert costs["sgd"].resident_bytes < costs["muon"].resident_bytes
+    assert costs["sgd"].outside_bytes < costs["muon"].outside_bytes
+    assert costs["sgd"].outside_s < costs["muon"].outside_s
+
+
 @pytest.mark.parametrize(
     ("args", "expected"),
     [

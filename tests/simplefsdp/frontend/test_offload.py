@@ -191,7 +191,8 @@ def test_offloaded_shards_take_no_memory_of_the_device(mesh: DeviceMesh) -> None
         results.append(sum(reduction.result for reduction in found.reductions))
         peaks.append(sum(gather.prepared for gather in found.gathers))
     assert states[0].resident_bytes == 3 * results[0] > 0
-    assert states[1] == states[0]._replace(resident_bytes=0, updated_bytes=0)
+    assert states[0].gradient_bytes == results[0]
+    assert states[1] == states[0]._replace(resident_bytes=0, updated_bytes=0, gradient_bytes=0)
     assert results[1] == 0
     assert peaks[1] == peaks[0] > 0
 
