@@ -36,13 +36,13 @@ SHAPE = {"dim": 512, "heads": 8, "kv_heads": 4, "ffn_dim": 1536, "vocab_size": 1
 class Redundant(Muon):
     """Muon for which every rank gathers every gradient, makes every matrix orthogonal, and keeps its rows."""
 
-    def _muon(self, params: list[Any], group: dict[str, Any]) -> None:
+    def step_matrices(self, params: list[Any], group: dict[str, Any]) -> None:
         for param in params:
             whole = nn.Parameter(param.full_tensor())
             whole.grad = param.grad.full_tensor()
             if state := self.state[param]:
                 self.state[whole] = {"momentum_buffer": state["momentum_buffer"]}
-            super()._muon([whole], group)
+            super().step_matrices([whole], group)
             self.state[param] = {"momentum_buffer": self.state.pop(whole)["momentum_buffer"]}
             mine = distribute_tensor(whole.detach(), param.device_mesh, param.placements, src_data_rank=None)
             param._local_tensor.copy_(mine._local_tensor)

@@ -32,7 +32,7 @@ class Exchange:
         mesh, shard = first.param.device_mesh, first.param._local_tensor
         self._like: dict[str, Any] = {"dtype": shard.dtype, "device": shard.device}
         self._bytes = shard.element_size()
-        self._wire = _device(mesh.device_type)
+        self._wire = mesh_device(mesh)
         self._group = process_group(mesh)
         ranks = first.layout.ranks
         me = ranks.index(dist.get_rank())
@@ -120,18 +120,23 @@ def process_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return _process_group(tuple(sorted(mesh.mesh.flatten().tolist())), world)
 
 
-def _device(kind: str) -> torch.device:
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """Return the device on which the process groups of a mesh communicate."""
+    kind = mesh.device_type
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _gradient(param: DTensor, shard: Tensor) -> Tensor:
     """Return the gradient of this rank's shard; zeros if there is none, so that what is sent depends on no rank."""
-    if param.grad is None:
-        return torch.zeros_like(shard)
+    return torch.zeros_like(shard) if param.grad is None else local_gradient(param)
+
+
+def local_gradient(param: Any) -> Tensor:
+    """Return this rank's part of a parameter's gradient, placed and of the dtype as the parameter is."""
     gradient = param.grad
     if isinstance(gradient, DTensor) and gradient.placements != param.placements:
         gradient = gradient.redistribute(param.device_mesh, param.placements)
-    return local_tensor(gradient).to(shard.dtype)
+    return local_tensor(gradient).to(param.dtype)
 
 
 def _copy(places: list[Tensor], flat: Tensor) -> None:

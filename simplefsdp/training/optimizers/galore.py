@@ -1,14 +1,13 @@
 """GaLore for a model: which parameters are projected, and who steps them."""
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from simplefsdp.training.optimizers.distribute import EXCHANGE_BYTES, distribute_optimizer
-from simplefsdp.training.optimizers.hidden import hidden_matrices, matching
+from simplefsdp.training.optimizers.hidden import split_parameters
 from simplefsdp.training.optimizers.low_rank import GaLore
 
 log = logging.getLogger("simplefsdp")
@@ -50,16 +49,9 @@ def galore(
         ValueError: a pattern names no parameter; a setting is out of range; the model has no hidden matrix.
         TypeError, RuntimeError: see ``distribute_optimizer``.
     """
-    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    hidden = {
-        name: p for name, p in hidden_matrices(model, named).items() if min(p.shape[0], math.prod(p.shape[1:])) > rank
-    }
-    for pattern in adamw:
-        chosen = matching("adamw", pattern, named)
-        hidden = {name: param for name, param in hidden.items() if name not in chosen}
+    hidden, rest = split_parameters(model, adamw, shortest_side=rank + 1)
     if not hidden:
         raise ValueError(f"rank: the model has no hidden matrix of a higher rank than {rank}")
-    rest = {name: param for name, param in named.items() if name not in hidden}
     groups: list[dict[str, Any]] = [{"params": [*hidden.values()]}]
     if rest:
         groups.append({"params": [*rest.values()], "algorithm": "adamw"})

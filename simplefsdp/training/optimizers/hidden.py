@@ -1,6 +1,7 @@
 """Which parameters of a model are hidden matrices, that optimizers of matrices are meant for."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
@@ -24,6 +25,29 @@ def hidden_matrices(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, 
         return tuple(matrices[name].shape) in shapes and (name == last or not in_block)
 
     return {name: param for name, param in matrices.items() if id(param) not in embedded and not is_output(name)}
+
+
+def split_parameters(
+    model: nn.Module, adamw: Sequence[str], shortest_side: int = 0
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the hidden matrices of a model that are to be trained, and what AdamW is to step, by name.
+
+    Args:
+        model: the model.
+        adamw: patterns (globs) of more parameters for AdamW.
+        shortest_side: a matrix with a shorter side is for AdamW too.
+
+    Raises:
+        ValueError: a pattern names no parameter.
+    """
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    others = {name for pattern in adamw for name in matching("adamw", pattern, named)}
+    hidden = {
+        name: param
+        for name, param in hidden_matrices(model, named).items()
+        if name not in others and min(param.shape[0], math.prod(param.shape[1:])) >= shortest_side
+    }
+    return hidden, {name: param for name, param in named.items() if name not in hidden}
 
 
 def matching(option: str, pattern: str, named: Mapping[str, Tensor]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from simplefsdp.training.optimizers.adamw import step_by_adamw
+from simplefsdp.training.optimizers.matrix_optimizer import MatrixOptimizer
 
 log = logging.getLogger("simplefsdp")
 
@@ -20,7 +20,7 @@ _OVERSAMPLES = 8
 _POWER_ITERATIONS = 2
 
 
-class GaLore(torch.optim.Optimizer):
+class GaLore(MatrixOptimizer):
     """AdamW whose moments are those of projected gradients, for matrices, and AdamW for the rest, by groups.
 
     The gradient of a matrix of a rows and b columns is projected from the side that is shorter: to (rank, b) if a <= b,
@@ -44,6 +44,11 @@ class GaLore(torch.optim.Optimizer):
     Raises:
         ValueError: a setting is out of range; a parameter of ``"galore"`` is no real matrix.
     """
+
+    own = "galore"
+    said = "GaLore projects"
+    at_least_zero = ("lr", "weight_decay", "eps", "scale")
+    positive = ("rank", "refresh")
 
     def __init__(
         self,
@@ -72,37 +77,14 @@ class GaLore(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; see the class for its settings."""
-        super().add_param_group(param_group)
-        try:
-            _check(self.param_groups[-1])
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Take a step; ``closure`` computes the loss before it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        kept = []
-        for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            if group["algorithm"] == "adamw":
-                step_by_adamw(self, params, group)
-                continue
-            for param in params:
-                if (energy := self._step_projected(param, group)) is not None:
-                    kept.append(energy)
+    def step_matrices(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        """Step the parameters of a group, and log what new subspaces keep."""
+        kept = [energy for param in params if (energy := self._step_projected(param, group)) is not None]
         if kept:
             share = torch.stack(kept).mean().item()
             log.info(
                 "GaLore searched %d subspaces, which keep %.1f %% of the gradients' energy", len(kept), 100 * share
             )
-        return loss
 
     def _step_projected(self, param: Tensor, group: dict[str, Any]) -> Tensor | None:
         """Step a matrix, and return the share of its gradient's energy that a new subspace keeps, if there is one."""
@@ -158,20 +140,3 @@ def search_subspace(matrix: Tensor, rank: int, seed: int) -> tuple[Tensor, Tenso
         vectors = torch.nn.functional.pad(vectors, (0, rank - vectors.shape[1]))
     energy = (vectors.mT @ of).square().sum() / of.square().sum().clamp(min=1e-30)
     return vectors.to(matrix.dtype), energy
-
-
-def _check(group: dict[str, Any]) -> None:
-    for name in ("lr", "weight_decay", "eps", "scale"):
-        if isinstance(group[name], int | float) and not group[name] >= 0:
-            raise ValueError(f"{name}: expected a number of at least 0, found {group[name]}")
-    if group["algorithm"] not in ("galore", "adamw"):
-        raise ValueError(f"algorithm: expected 'galore' or 'adamw', found {group['algorithm']!r}")
-    if not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ValueError(f"betas: expected from 0 to less than 1, found {group['betas']}")
-    for name in ("rank", "refresh"):
-        if isinstance(group[name], bool) or not isinstance(group[name], int) or group[name] < 1:
-            raise ValueError(f"{name}: expected a positive number, found {group[name]!r}")
-    if group["algorithm"] == "galore":
-        for param in group["params"]:
-            if param.ndim < 2 or not param.is_floating_point():
-                raise ValueError(f"params: GaLore projects real matrices, found {tuple(param.shape)} of {param.dtype}")

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from simplefsdp.training.optimizers.distribute import EXCHANGE_BYTES, distribute_optimizer
-from simplefsdp.training.optimizers.hidden import hidden_matrices, matching
+from simplefsdp.training.optimizers.hidden import matching, split_parameters
 from simplefsdp.training.optimizers.newton_schulz import Muon, Scale
 
 log = logging.getLogger("simplefsdp")
@@ -60,11 +60,7 @@ def muon(
             hidden matrix.
         TypeError, RuntimeError: see ``distribute_optimizer``.
     """
-    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    hidden = hidden_matrices(model, named)
-    for pattern in adamw:
-        chosen = matching("adamw", pattern, named)
-        hidden = {name: param for name, param in hidden.items() if name not in chosen}
+    hidden, rest = split_parameters(model, adamw)
     if not hidden:
         raise ValueError("model: it has no hidden matrix that muon could step")
     pieces = dict.fromkeys(hidden, 1)
@@ -79,7 +75,6 @@ def muon(
         }
         for count in sorted(set(pieces.values()))
     ]
-    rest = {name: param for name, param in named.items() if name not in hidden}
     decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
     if rest:
         groups.append({"params": [*rest.values()], "algorithm": "adamw", "lr": adamw_lr, "weight_decay": decay})

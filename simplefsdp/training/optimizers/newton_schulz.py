@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from simplefsdp.training.optimizers.adamw import step_by_adamw
+from simplefsdp.training.optimizers.matrix_optimizer import MatrixOptimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic polynomial that brings singular values near one; steep at zero, so five times suffice."""
@@ -20,7 +20,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 Scale = Literal["original", "match_rms_adamw"]
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(MatrixOptimizer):
     """Muon for matrices, and AdamW for the rest, by groups of parameters.
 
     A group with ``algorithm="muon"`` has parameters of two dims or more; trailing dims count as one. Its update is the
@@ -46,6 +46,10 @@ class Muon(torch.optim.Optimizer):
         ValueError: a setting is out of range; a parameter of ``"muon"`` has one dim or none, or rows that
             ``split_rows`` does not divide.
     """
+
+    own = "muon"
+    said = "muon steps"
+    positive = ("iterations", "split_rows")
 
     def __init__(
         self,
@@ -76,32 +80,18 @@ class Muon(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; see the class for its settings."""
-        super().add_param_group(param_group)
-        try:
-            _check(self.param_groups[-1])
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
+    def check(self, group: dict[str, Any]) -> None:
+        super().check(group)
+        if group["scale"] not in ("original", "match_rms_adamw"):
+            raise ValueError(f"scale: expected 'original' or 'match_rms_adamw', found {group['scale']!r}")
+        if not 0 <= group["momentum"] < 1:
+            raise ValueError(f"momentum: expected from 0 to less than 1, found {group['momentum']}")
+        for param in group["params"] if group["algorithm"] == self.own else ():
+            if param.shape[0] % group["split_rows"]:
+                pieces = group["split_rows"]
+                raise ValueError(f"split_rows: {tuple(param.shape)} cannot be split into {pieces} equal matrices")
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Take a step; ``closure`` computes the loss before it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            if params:
-                if group["algorithm"] == "muon":
-                    self._muon(params, group)
-                else:
-                    step_by_adamw(self, params, group)
-        return loss
-
-    def _muon(self, params: list[Tensor], group: dict[str, Any]) -> None:
+    def step_matrices(self, params: list[Tensor], group: dict[str, Any]) -> None:
         gradients: list[Any] = [param.grad for param in params]
         for param in params:
             if not self.state[param]:
@@ -160,26 +150,3 @@ def iterate(matrices: Tensor, iterations: int) -> Tensor:
 
 def _scale(scale: Scale, rows: int, columns: int) -> float:
     return math.sqrt(max(1, rows / columns)) if scale == "original" else 0.2 * math.sqrt(max(rows, columns))
-
-
-def _check(group: dict[str, Any]) -> None:
-    for name in ("lr", "weight_decay", "eps"):
-        if isinstance(group[name], int | float) and group[name] < 0:
-            raise ValueError(f"{name}: expected a number of at least 0, found {group[name]}")
-    if group["algorithm"] not in ("muon", "adamw"):
-        raise ValueError(f"algorithm: expected 'muon' or 'adamw', found {group['algorithm']!r}")
-    if group["scale"] not in ("original", "match_rms_adamw"):
-        raise ValueError(f"scale: expected 'original' or 'match_rms_adamw', found {group['scale']!r}")
-    for name, values in (("momentum", [group["momentum"]]), ("betas", group["betas"])):
-        if not all(0 <= value < 1 for value in values):
-            raise ValueError(f"{name}: expected from 0 to less than 1, found {group[name]}")
-    for name in ("iterations", "split_rows"):
-        if isinstance(group[name], bool) or not isinstance(group[name], int) or group[name] < 1:
-            raise ValueError(f"{name}: expected a positive number, found {group[name]!r}")
-    if group["algorithm"] == "muon":
-        for param in group["params"]:
-            shape = tuple(param.shape)
-            if len(shape) < 2 or not param.is_floating_point():
-                raise ValueError(f"params: muon steps real matrices, found {shape} of {param.dtype}")
-            if shape[0] % group["split_rows"]:
-                raise ValueError(f"split_rows: {shape} cannot be split into {group['split_rows']} equal matrices")

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from simplefsdp.training.optimizers.closure import loss_of
 from simplefsdp.training.optimizers.substitutes import on_shard, substitution
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -56,10 +57,7 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
     """Let ``optimizer.step(closure)`` call the closure, if any, and then ``step(optimizer)`` without gradients."""
 
     def with_closure(self: torch.optim.Optimizer, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         with torch.no_grad():
             step(self)
         return loss

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from inductor_passes.torch_compat.dtensor import local_tensor
-from simplefsdp.training.optimizers.exchange import process_group
+from simplefsdp.training.optimizers.closure import loss_of
+from simplefsdp.training.optimizers.exchange import local_gradient, mesh_device, process_group
 from simplefsdp.training.optimizers.ownership import layout, name_of
 
 
@@ -100,10 +101,7 @@ class Ranger21(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Take a step on this rank's shards; ``closure`` computes the loss before it. Every rank takes part."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         members = []
         for group in self.param_groups:
             group["step"] += 1
@@ -137,10 +135,7 @@ class _Member:
     def __init__(self, param: Any, group: dict[str, Any], state: dict[str, Tensor], widest: DTensor | None):
         self.param, self.group, self.state = param, group, state
         self.value = local_tensor(param.detach())
-        gradient = param.grad
-        if isinstance(gradient, DTensor) and gradient.placements != param.placements:
-            gradient = gradient.redistribute(param.device_mesh, param.placements)
-        self.gradient = local_tensor(gradient).to(self.value.dtype)
+        self.gradient = local_gradient(param)
         self.unit_dims = tuple(range(1 if param.ndim > 1 else 0, param.ndim))
         self.unit_size = math.prod(param.shape[dim] for dim in self.unit_dims)
         self.correction = 1 - group["betas"][1] ** group["step"]
@@ -238,8 +233,7 @@ def _reduce(members: Sequence[_Member], widest: DTensor | None) -> Tensor:
 def _all_reduce(vector: Tensor, widest: DTensor | None) -> Tensor:
     if widest is None:
         return vector
-    kind = widest.device_mesh.device_type
-    there = vector if vector.device.type == kind else vector.to(torch.get_device_module(kind).current_device())
+    there = vector.to(mesh_device(widest.device_mesh))
     dist.all_reduce(there, group=process_group(widest.device_mesh))
     return there.to(vector.device)
 
