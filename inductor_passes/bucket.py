@@ -16,11 +16,17 @@ In a bucket of the form ``"grouped"`` members keep their own memory, and nothing
 Gradients that must be cast, padded, divided or made contiguous are packed, and their buffer is one more member of the
 group. A gather of several dtypes, an all-reduce, and a reduce-scatter that an all-reduce follows are always packed.
 
+In a wire format members are encoded into the buffer and decoded out of it, also a member that stays alone, and whatever
+the form of the bucket; gradients then travel by an all-to-all, and each rank adds up what it gets::
+
+    shard_0 -+                                      +-> ...   grad_0 -+                                   +- view -> ...
+    shard_1 -+- encode - all_gather - wait - decode +-> ...   grad_1 -+- encode - all_to_all - wait - sum +- view -> ...
+
 All-reduces, also those that follow a reduce-scatter, are merged in the same way. Packing order is the bucket's own:
 rank r's part of the buffer holds member 0's rows of rank r, then member 1's, as in FSDP2; ``ops/pack.py`` has the
-operators. A bucket is carried out by one collective or group for all members that are alike: of one process group and,
-for reductions, one dtype, operator and all-reduce that follows. A member that the graph does not gather (or reduce) is
-left out, and a collective that stays alone is not touched.
+operators. A bucket is carried out by one collective or group for all members that are alike: of one process group and
+wire format and, for reductions, one dtype, operator and all-reduce that follows. A member that the graph does not
+gather (or reduce) is left out, and a collective that stays alone is not touched.
 """
 
 import operator
@@ -36,8 +42,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from inductor_passes.collectives import (
+    ALL_GATHER,
     ALL_GATHER_GROUP,
     ALL_REDUCE,
+    ALL_TO_ALL,
     BUCKET,
     FQNS,
     REDUCE_SCATTER,
@@ -52,6 +60,7 @@ from inductor_passes.collectives import (
     source_chain,
 )
 from inductor_passes.fusion import can_be_reduced_in_place, is_fused_cast
+from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS
 from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS, PREPARE_SHARDS, UNPACK_WEIGHTS
 from inductor_passes.rounding import ROUNDED_TO
 from inductor_passes.scheduling.issue_points import Bucket, PlanError
@@ -130,24 +139,29 @@ def _fqns(graph: Graph) -> Counter[tuple[str, bool]]:
 
 
 def _members(found: list[Collective], kind: Callable[[Collective], Any]) -> list[list[Collective]]:
-    """Return the collectives to merge: those of one bucket and one kind, in packing order."""
+    """Return the collectives to merge: those of one bucket and one kind, in packing order. What is still to be encoded
+    is returned although it is alone."""
     mergeable: dict[tuple, list[Collective]] = {}
     for collective in found:
-        bucket = collective.node.meta.get(BUCKET)
-        if bucket is not None:
-            mergeable.setdefault((bucket, kind(collective)), []).append(collective)
-    merged = []
+        if collective.is_encoded:
+            continue
+        bucket = _bucket_of(collective)
+        mergeable.setdefault((bucket or collective, kind(collective)), []).append(collective)
     for (bucket, _), members in mergeable.items():
-        place = {fqn: i for i, fqn in enumerate(bucket.fqns)}
-        members.sort(key=lambda c: place[c.fqns[0]])
         if len(members) > 1:
-            merged.append(members)
-    return merged
+            place = {fqn: i for i, fqn in enumerate(bucket.fqns)}
+            members.sort(key=lambda c: place[c.fqns[0]])
+    return [members for members in mergeable.values() if len(members) > 1 or members[0].form is not None]
 
 
-def _bucket_of(member: Collective) -> Bucket:
-    bucket: Bucket = member.node.meta[BUCKET]
+def _bucket_of(member: Collective) -> Bucket | None:
+    bucket: Bucket | None = member.node.meta.get(BUCKET)
     return bucket
+
+
+def _is_grouped(member: Collective) -> bool:
+    bucket = _bucket_of(member)
+    return bucket is not None and bucket.form == "grouped" and member.form is None
 
 
 def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
@@ -160,15 +174,22 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
     ranks, group = members[0].options
     numels = [_val(member.input).numel() for member in members]
     dtypes = [_val(member.input).dtype for member in members]
-    if _bucket_of(members[0]).form == "grouped" and len(set(dtypes)) == 1:
+    form = members[0].form
+    if _is_grouped(members[0]) and len(set(dtypes)) == 1:
         with graph.inserting_before(first):
             inputs = _prepared(members, shards, numels, dtypes)
             _replace(members, _group(ALL_GATHER_GROUP, inputs, [(member,) for member in members]))
         return
     with graph.inserting_before(first):
-        packed = _call(PACK_SHARDS, shards, numels, dtypes)
-        gathered = _collective(members[0].node, packed, members, ranks, group)
-        unpacked = _call(UNPACK_WEIGHTS, gathered, ranks, numels, dtypes)
+        if form is None:
+            packed = _call(PACK_SHARDS, shards, numels, dtypes)
+        else:
+            packed = _call(ENCODE_SHARDS, shards, numels, form)
+        gathered = _collective(ALL_GATHER, packed, members, ranks, group)
+        if form is None:
+            unpacked = _call(UNPACK_WEIGHTS, gathered, ranks, numels, dtypes)
+        else:
+            unpacked = _call(DECODE_WEIGHTS, gathered, ranks, numels, form, dtypes[0])
         _replace(members, [_call(operator.getitem, unpacked, i) for i in range(len(members))])
 
 
@@ -176,7 +197,7 @@ def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
     last = max(member.node for member in members)
     ranks = members[0].options[1] if members[0].node.target is REDUCE_SCATTER else 1
     dtype = _val(members[0].input).dtype
-    own = [member for member in members if _bucket_of(member).form == "grouped" and can_be_reduced_in_place(member)]
+    own = [member for member in members if _is_grouped(member) and can_be_reduced_in_place(member)]
     rest = [member for member in members if member not in own]
     with graph.inserting_before(last):
         if own:
@@ -189,24 +210,41 @@ def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
             of_rest = _parts(reduced[-1], rest) if rest else []
             _replace([*own, *rest], [*reduced[: len(own)], *of_rest])
             return
-        packed = _packed(members, ranks, dtype)
         step: Collective | None = members[0]
+        if members[0].form is None:
+            packed = _packed(members, ranks, dtype)
+        else:
+            packed = _encoded_and_reduced(members, ranks, dtype)
+            step = members[0].all_reduce_after
         while step:
-            packed = _collective(step.node, packed, members, *step.options)
+            packed = _collective(step.node.target, packed, members, *step.options)
             step = step.all_reduce_after
         _replace(members, _parts(packed, members))
 
 
+def _encoded_and_reduced(members: Sequence[Collective], ranks: int, dtype: torch.dtype) -> Node:
+    """Insert the all-to-all of gradients in a wire format; return the reduced members, one after the other."""
+    operator, _, group = members[0].options
+    encoded = _packed(members, ranks, dtype)
+    splits = [_val(encoded).numel() // ranks] * ranks
+    received = _collective(ALL_TO_ALL, encoded, members, splits, splits, group)
+    numels = [_val(member.node).numel() for member in members]
+    return _call(DECODE_SUMS, received, ranks, numels, members[0].form, dtype, operator == "avg")
+
+
 def _packed(members: Sequence[Collective], ranks: int, dtype: torch.dtype) -> Node:
-    """Return a buffer of the members' gradients: what their reduction reads."""
+    """Return a buffer of the members' gradients: what their collective reads."""
     divisor, inputs = _divided([member.input for member in members])
+    divide = [] if divisor is None else [divisor]
+    if (form := members[0].form) is not None:
+        return _call(ENCODE_GRADIENTS, [_gradient(node, ranks) for node in inputs], ranks, form, dtype, *divide)
     gradients = [_as_others(member, _gradient(node, ranks)) for member, node in zip(members, inputs, strict=True)]
     if len({_val(gradient).dtype for gradient in gradients}) > 1:  # the kernel that packs them knows one cast
         gradients = [
             next((user for user in gradient.users if is_fused_cast(user) and _val(user).dtype is dtype), gradient)
             for gradient in gradients
         ]
-    return _call(PACK_GRADIENTS, gradients, ranks, dtype, *([] if divisor is None else [divisor]))
+    return _call(PACK_GRADIENTS, gradients, ranks, dtype, *divide)
 
 
 def _parts(reduced: Node, members: Sequence[Collective]) -> list[Node]:
@@ -261,8 +299,8 @@ def _gradient(node: Node, ranks: int) -> Node:
     return source if [-(-shape[0] // ranks) * ranks, *shape[1:]] == list(padded) else node
 
 
-def _collective(like: Node, packed: Node, members: Sequence[Collective], *options: object) -> Node:
-    node = _call(like.target, packed, *options)
+def _collective(target: Any, packed: Node, members: Sequence[Collective], *options: object) -> Node:
+    node = _call(target, packed, *options)
     _mark(node, members)
     return _call(WAIT, node)
 
@@ -270,7 +308,8 @@ def _collective(like: Node, packed: Node, members: Sequence[Collective], *option
 def _mark(node: Node, members: Sequence[Collective]) -> None:
     """Note on ``node`` whose collective it is."""
     node.meta[FQNS] = tuple(fqn for member in members for fqn in member.fqns)
-    node.meta[BUCKET] = _bucket_of(members[0])
+    if (bucket := _bucket_of(members[0])) is not None:
+        node.meta[BUCKET] = bucket
 
 
 def _replace(members: Sequence[Collective], results: Sequence[Node]) -> None:

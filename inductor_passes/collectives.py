@@ -5,7 +5,11 @@
     shard - [to_device] - [permute] - [pad] - [cast] - all_gather - wait - ...                      its gather chain
     full gradient - [add_up] - [cast] - [permute] - [pad] - reduction - wait - unary* - gradient    its reduction chain
 
-where the reduction is a reduce-scatter, an all-reduce (of a replicated parameter), or one and then another.
+where the reduction is a reduce-scatter, an all-reduce (of a replicated parameter), or one and then another. In a
+bucket with a wire format (``bucket.py``) a gather's weights are decoded behind its wait, and an all-to-all takes the
+place of a reduce-scatter::
+
+    shards - encode - all_gather - wait - decode - ...     full gradients - encode - all_to_all - wait - decode - ...
 
 A chain belongs to a parameter because it starts at the placeholder of its shard, or ends at the output that is
 its shard's gradient, and for no other reason (names and positions of nodes mean nothing). What is found is marked on
@@ -22,10 +26,13 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes.ops.accumulate import ADD_UP
+from inductor_passes.ops.encode import DECODE_SUMS, ENCODE_GRADIENTS, ENCODE_SHARDS
 from inductor_passes.ops.offload import TO_DEVICE
 from inductor_passes.torch_compat.aot_autograd import parameter_gradients, parameter_inputs
 
 FQNS = "simplefsdp_fqns"
+FORM = "simplefsdp_wire_format"
+"""Key in ``node.meta`` for the wire format (``ops/wire_formats.py``) that a gather or reduce-scatter is to get."""
 BUCKET = "simplefsdp_bucket"
 """Key in ``node.meta`` for the bucket of the plan that a marked collective is a member of, or carries out."""
 
@@ -34,6 +41,7 @@ _c10d = torch.ops._c10d_functional
 ALL_GATHER = _c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 ALL_REDUCE = _c10d.all_reduce.default
+ALL_TO_ALL = _c10d.all_to_all_single.default
 REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
 ALL_GATHER_GROUP = _c10d.all_gather_into_tensor_coalesced.default
 REDUCE_SCATTER_GROUP = _c10d.reduce_scatter_tensor_coalesced.default
@@ -62,6 +70,10 @@ class GraphParameter:
     """Dtype of the full weight, and so of its gradient."""
     groups: tuple[str, ...]
     """Process groups that the gradient is reduced over, in this order."""
+    gather_format: str | None = None
+    """Wire format of the gather; ``None``: the weight travels in ``dtype``."""
+    reduce_format: str | None = None
+    """Wire format of the reduce-scatter; ``None``: the gradient travels in the dtype of its reduction."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,17 @@ class Collective:
         return self.all_reduce_after.result if self.all_reduce_after else self.wait
 
     @property
+    def is_encoded(self) -> bool:
+        """Whether the collective moves values in a wire format already."""
+        return self.input.target in (ENCODE_SHARDS, ENCODE_GRADIENTS)
+
+    @property
+    def form(self) -> str | None:
+        """The wire format that the collective is to get; ``None``: none, or it has got one."""
+        form: str | None = self.node.meta.get(FORM)
+        return form
+
+    @property
     def options(self) -> tuple[Any, ...]:
         """All arguments but the input: gather ``(ranks, group)``, reduce-scatter ``(operator, ranks, group)``,
         all-reduce ``(operator, group)``."""
@@ -96,7 +119,7 @@ class Collective:
 
     def gather_kind(self) -> tuple[Any, ...]:
         """The properties that gathers must have in common to be merged into one."""
-        return self.options
+        return self.options if self.form is None else (*self.options, self.form, self.input.meta["val"].dtype)
 
     def reduction_kind(self) -> tuple[Any, ...]:
         """The properties that reductions must have in common to be merged into one."""
@@ -108,6 +131,7 @@ class Collective:
             self.input.meta["val"].dtype,
             _becomes_complex(self.result),
             *all_reduce,
+            *([] if self.form is None else [self.form]),
         )
 
 
@@ -122,11 +146,17 @@ def reductions(graph: Graph) -> list[Collective]:
     An all-reduce of another's result is part of that reduction.
     """
     found: dict[Node, Collective] = {}
-    for node in reversed(_marked(graph, *REDUCTIONS)):
+    for node in reversed(_marked(graph, *REDUCTIONS, ALL_TO_ALL)):
         wait = _wait_of(node)
-        following = [found.pop(user) for user in wait.users if user in found]
+        following = [found.pop(user) for user in received(wait).users if user in found]
         found[node] = Collective(node.meta[FQNS], node, wait, following[0] if following else None)
     return list(found.values())[::-1]
+
+
+def received(wait: Node) -> Node:
+    """Return what a collective brought: the wait for it, or what is decoded of the sums that it brought."""
+    decoded = next((user for user in wait.users if user.target is DECODE_SUMS), None)
+    return wait if decoded is None else decoded
 
 
 def groups(graph: Graph) -> list[Node]:
@@ -244,7 +274,7 @@ def _reachable(shard: Node, target: Callable[..., Any]) -> list[Node]:
 def _merge_gathers(param: GraphParameter, found: list[Node]) -> None:
     kept: list[Node] = []
     for gather in found:
-        gather.meta[FQNS] = (param.fqn,)
+        _mark(gather, param.fqn, param.gather_format)
         twin = next((other for other in kept if _same_result(other, gather)), None)
         if twin is None:
             kept.append(gather)
@@ -296,8 +326,14 @@ def _merge_reductions(param: GraphParameter, gradient: Node) -> bool:
         gradient.replace_all_uses_with(result)
         _erase_tree(gradient)
     for node in collectives:
-        node.meta[FQNS] = (param.fqn,)
+        _mark(node, param.fqn, param.reduce_format if node.target is REDUCE_SCATTER else None)
     return True
+
+
+def _mark(collective: Node, fqn: str, form: str | None) -> None:
+    collective.meta[FQNS] = (fqn,)
+    if form is not None:
+        collective.meta[FORM] = form
 
 
 def _terms(node: Node) -> list[Node]:

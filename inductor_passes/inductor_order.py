@@ -7,12 +7,11 @@ from typing import Any
 from torch.fx import Node
 
 from inductor_passes.collectives import FQNS, GROUPS, WAIT
-from inductor_passes.ops.pack import PACK_GRADIENTS, UNPACK_WEIGHTS
 from inductor_passes.order import check_order, order
 from inductor_passes.runtime.agreement import AGREE
 from inductor_passes.runtime.graph_dump import DUMP_NAMES, Report
 from inductor_passes.runtime.record import Record, awaited_collective, collective_name, is_collective, recorded_sequence
-from inductor_passes.scheduling.order_items import OrderItem, is_all_reduce_after, order_item
+from inductor_passes.scheduling.order_items import PACKS, UNPACKS, OrderItem, is_all_reduce_after, order_item
 from inductor_passes.torch_compat.inductor import inductor_ir, is_ordering_only, register_lowering
 
 
@@ -183,23 +182,23 @@ def _fx_node(kernel: Any) -> Node | None:
     """Return the FX node that tells the role of ``kernel`` in communication, or ``None``."""
     ir = inductor_ir()
     if isinstance(kernel, ir.MultiOutput):
-        unpack = _origin(kernel.inputs[0], UNPACK_WEIGHTS)
+        unpack = _origin(kernel.inputs[0], *UNPACKS)
         several = unpack or next((n for n in kernel.inputs[0].origins if n.target in GROUPS), None)
         if several:
             return next((n for n in several.users if n.args[1] == kernel.indices[-1][1]), None)
-        return _origin(kernel.inputs[0], PACK_GRADIENTS)
+        return _origin(kernel.inputs[0], *PACKS)
     if isinstance(kernel, ir._WaitKernel):
         return _origin(kernel, WAIT)
     if isinstance(kernel, ir.FallbackKernel):
         # Inductor makes all-reduces work in place, but keeps what is known of them.
         marked = (node for node in kernel.origins if FQNS in node.meta)
-        return next(marked, None) or _origin(kernel, PACK_GRADIENTS)
+        return next(marked, None) or _origin(kernel, *PACKS)
     return None
 
 
-def _origin(kernel: Any, target: Any) -> Node | None:
+def _origin(kernel: Any, *targets: Any) -> Node | None:
     """Return the FX node of a kind that became ``kernel``; other nodes may have been fused into the kernel's inputs."""
-    found = [node for node in kernel.origins if node.target is target]
+    found = [node for node in kernel.origins if node.target in targets]
     return max(found) if found else None
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from simplefsdp.api import simple_fsdp
     from simplefsdp.frontend.initialization import sharded_init
     from simplefsdp.frontend.parametrization import register_fsdp_forward_method
+    from simplefsdp.frontend.wire_format import WireFormat
     from simplefsdp.hardware.profile import HardwareProfile
     from simplefsdp.plan.bucket_plan import BucketPlan
     from simplefsdp.plan.grouping import manual_plan
@@ -34,6 +35,7 @@ __all__ = [
     "HardwareProfile",
     "Measurement",
     "Ranger21",
+    "WireFormat",
     "clip_grad_norm_",
     "distribute_optimizer",
     "galore",
@@ -51,6 +53,7 @@ _MODULES = {
     "HardwareProfile": "hardware.profile",
     "Measurement": "analysis.measurement",
     "Ranger21": "training.optimizers.ranger21",
+    "WireFormat": "frontend.wire_format",
     "clip_grad_norm_": "training.clip_grad",
     "distribute_optimizer": "training.optimizers.distribute",
     "galore": "training.optimizers.galore",

@@ -38,11 +38,15 @@ from simplefsdp.frontend.validation import (
     check_parameter,
     check_placement,
     check_types,
+    check_wire,
+    check_wire_format,
 )
+from simplefsdp.frontend.wire_format import WireFormat
 from simplefsdp.plan.grouping import blocks
 from simplefsdp.text.messages import unknown
 
 Model = TypeVar("Model", bound=nn.Module)
+Choice = TypeVar("Choice")
 
 
 def simple_fsdp(
@@ -57,6 +61,7 @@ def simple_fsdp(
     gradient_divide_factor: float | None = None,
     offload_policy: OffloadPolicy | None = None,
     check_initial_weights: CheckInitialWeights = True,
+    wire: WireFormat | dict[str, WireFormat] | None = None,
 ) -> Model:
     """Shard ``model``'s parameters over the ranks of ``mesh``, in place, and return it.
 
@@ -122,13 +127,17 @@ def simple_fsdp(
             meet at the store of the process group, once; a difference is a ``RuntimeError`` on all of them, which
             names the first parameter that differs. Left out are parameters on ``meta``, what is loaded after sharding,
             and models under another backend of ``torch.compile``.
+        wire: in which format weights and gradients travel: a ``WireFormat`` for all parameters, or ``{glob:
+            WireFormat}`` over FQNs, of which the last glob that matches counts. Parameters matched by none, and those
+            of 0 dims, travel as they are. Gradients are reduced in float32 where ``mp_policy`` has no
+            ``reduce_dtype``. In a hybrid mode the all-reduce between replicas has no format.
 
     Raises:
         TypeError: an argument is of another type than said above.
         ValueError: a mesh without this rank, of another device than a parameter, of other dimensions than the mode
             needs, or no sibling of a tensor-parallel parameter's; an unknown mode; a dim that a parameter does not
-            have; a glob that matches nothing; a module or parameter that cannot be sharded (named, with the reason), or
-            is sharded already.
+            have; a glob that matches nothing; a wire format that a dtype, a device or a mode cannot have; a module or
+            parameter that cannot be sharded (named, with the reason), or is sharded already.
         RuntimeError: no process group; called inside ``torch.compile``.
 
     Source: SimpleFSDP (arXiv 2411.00284), section 3; numerics of ``torch.distributed.fsdp.fully_shard``.
@@ -137,6 +146,7 @@ def simple_fsdp(
         raise RuntimeError("simple_fsdp() was called inside torch.compile; shard the model first, then compile it")
     mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     check_types(model, mesh, mp_policy, reshard_after_forward, offload_policy, check_initial_weights)
+    check_wire(wire, mp_policy)
     if gradient_divide_factor is not None:
         gradient_divide_factor = check_divide_factor("gradient_divide_factor", gradient_divide_factor)
     if not dist.is_initialized():
@@ -163,7 +173,10 @@ def simple_fsdp(
         if isinstance(param, DTensor):
             check_dtensor(fqn, param, mesh)
     placements = {fqn: _placements(fqn, param, mode, shard_placement_fn) for fqn, param in new.items()}
-    reshard = _per_parameter("reshard_after_forward", reshard_after_forward, list(new))
+    reshard: dict[str, Reshard] = _per_parameter("reshard_after_forward", reshard_after_forward, list(new), True)
+    wire_formats = _per_parameter("wire", wire or WireFormat(), list(new), WireFormat())
+    for fqn, param in new.items():
+        check_wire_format(fqn, param, wire_formats[fqn], mode, mesh.device_type)
 
     sharded_model = ShardedModel(tuple((fqn, tuple(param.shape)) for fqn, param in params.items()))
     sharded: dict[int, tuple[nn.Parameter, ShardedParameter]] = {}
@@ -187,6 +200,8 @@ def simple_fsdp(
             reshard_after_forward=reshard[fqn],
             device=mesh.device_type if offloads else None,
             pinned=pinned,
+            gather_format=_gather_format(wire_formats[fqn], param, mp_policy),
+            reduce_format=wire_formats[fqn].reduce,
         )
         samples[fqn] = sample(there, check_initial_weights)
         if isinstance(param, DTensor):
@@ -298,10 +313,24 @@ def _shard_modules(
         parametrize(module, state)
 
 
-def _per_parameter(option: str, value: Reshard | dict[str, Reshard], fqns: list[str]) -> dict[str, Reshard]:
+def _gather_format(form: WireFormat, param: nn.Parameter, mp_policy: MixedPrecisionPolicy) -> str | None:
+    """Return the format of the gather; ``None`` for bf16 where the weight has no more bits than that."""
+    narrow = (mp_policy.param_dtype or param.dtype).itemsize <= torch.bfloat16.itemsize
+    return None if form.gather == "bf16" and narrow else form.gather
+
+
+def _per_parameter(
+    option: str, value: Choice | dict[str, Choice], fqns: list[str], default: Choice
+) -> dict[str, Choice]:
+    """Return the choice for each FQN: that of the last glob that matches, or ``default``.
+
+    Args:
+        option: the name of the argument, for errors.
+        value: one choice for all parameters, or one for each glob.
+    """
     if not isinstance(value, dict):
         return dict.fromkeys(fqns, value)
-    chosen: dict[str, Reshard] = dict.fromkeys(fqns, True)
+    chosen = dict.fromkeys(fqns, default)
     for pattern, choice in value.items():
         matched = [fqn for fqn in fqns if fnmatchcase(fqn, pattern)]
         if not matched:

@@ -18,6 +18,7 @@ from inductor_passes.collectives import GraphParameter
 from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import parse_options
 from simplefsdp.compile.passes import Passes
+from simplefsdp.frontend.encoded_collectives import encoded_by_passes
 
 PARTITIONERS: dict[str, Callable[..., Any]] = {
     "min_cut": min_cut_rematerialization_partition,
@@ -77,9 +78,10 @@ def capture(
         def lower(module: GraphModule, _inputs: Any) -> Any:
             return make_boxed_func(module.forward)
 
-        return aot_autograd(fw_compiler=lower, inference_compiler=infer, partition_fn=tag_and_partition)(
-            gm, example_inputs
-        )
+        with encoded_by_passes():
+            return aot_autograd(fw_compiler=lower, inference_compiler=infer, partition_fn=tag_and_partition)(
+                gm, example_inputs
+            )
 
     torch._dynamo.reset()
     torch.compile(model, backend=backend, fullgraph=True)(*inputs)

@@ -2,8 +2,8 @@
 
 Packed, a bucket is one collective, and its members are copied into the collective's buffer and out of it. Grouped, each
 member is a collective of its own, without these copies, and every member but the first takes ``member_s`` of the
-channel. What cannot be grouped is packed whatever the form: gathers of several dtypes, and reductions that do not read
-their gradient in place (``Reduction.in_place``).
+channel. What cannot be grouped is packed whatever the form: gathers of several dtypes, members in a wire format, and
+reductions that do not read their gradient in place (``Reduction.in_place``).
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,12 +23,13 @@ def by_kind(members: Iterable[Any]) -> dict[CollectiveKind, list[Any]]:
 
 def are_grouped(gathers: Sequence[Gather]) -> bool:
     """Return whether these gathers of one kind are a group where their bucket is grouped."""
-    return len(gathers) > 1 and len({gather.dtype for gather in gathers}) == 1
+    return len(gathers) > 1 and gathers[0].kind.form is None and len({gather.dtype for gather in gathers}) == 1
 
 
 def reduced_in_place(reductions: Sequence[Reduction]) -> list[Reduction]:
     """Return those of these reductions of one kind that are not packed where their bucket is grouped."""
-    return [reduction for reduction in reductions if reduction.in_place] if len(reductions) > 1 else []
+    grouped = len(reductions) > 1 and reductions[0].kind.form is None
+    return [reduction for reduction in reductions if reduction.in_place] if grouped else []
 
 
 def cheapest_gather_form(gathers: Iterable[Gather]) -> Form:

@@ -30,9 +30,17 @@ class CollectiveKind(NamedTuple):
     """Seconds that each member of a group takes on the channel beyond the first; ``None``: nothing is grouped."""
     name: str = ""
     """A name that tells apart kinds that cost the same but cannot be merged."""
+    form: str | None = None
+    """The wire format: members are encoded and decoded, one by one too; ``None``: they travel as they are."""
+    wire: float = 1.0
+    """Bytes on the wire for each byte of the whole tensor."""
 
     def seconds(self, nbytes: int) -> float:
         return self.alpha_s + nbytes * self.s_per_byte
+
+    def sent(self, nbytes: int) -> int:
+        """Return the bytes on the wire, and so of the collective's buffer, of a whole tensor of ``nbytes``."""
+        return nbytes if self.form is None else round(nbytes * self.wire)
 
 
 class Gather(NamedTuple):

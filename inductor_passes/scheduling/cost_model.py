@@ -34,6 +34,7 @@ from inductor_passes.collectives import (
 from inductor_passes.fusion import can_be_reduced_in_place, is_fused, is_view, storage_of
 from inductor_passes.ops.accumulate import ADD_UP
 from inductor_passes.ops.offload import TO_DEVICE, TO_HOST
+from inductor_passes.ops.wire_formats import BLOCK, FORMATS
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 from inductor_passes.scheduling.memory import live_bytes
 from inductor_passes.scheduling.order_items import compute_positions, graph_items
@@ -367,6 +368,22 @@ def _leaves_the_device(reduced: Node) -> bool:
     return any(user.target is TO_HOST or _leaves_the_device(user) for user in reduced.users if is_deterministic(user))
 
 
+def _encoded(kind: CollectiveKind, collective: Collective) -> CollectiveKind:
+    """Return the kind in the wire format of its collective, if that has one: fewer bytes, and no group."""
+    form = collective.form
+    if form is None:
+        return kind
+    wire = FORMATS[form].nbytes(BLOCK) / BLOCK / collective.input.meta["val"].dtype.itemsize
+    return kind._replace(
+        s_per_byte=kind.s_per_byte * wire,
+        issue_s_per_byte=kind.issue_s_per_byte * wire,
+        copy_s_per_byte=kind.copy_s_per_byte * (1 + wire) / 2,
+        member_s=None,
+        form=form,
+        wire=wire,
+    )
+
+
 class _Kinds(NamedTuple):
     """The kinds of a graph's collectives: costs, and which can be merged."""
 
@@ -374,15 +391,18 @@ class _Kinds(NamedTuple):
     equivalent: EquivalentGroups
 
     def of_gather(self, gather: Collective) -> CollectiveKind:
-        return self._kind("all_gather", gather.options[-1], 1, None, repr(gather.gather_kind()))
+        kind = self._kind("all_gather", gather.options[-1], 1, None, repr(gather.gather_kind()))
+        return _encoded(kind, gather)
 
     def of_reduction(self, reduction: Collective) -> CollectiveKind:
         kind = "reduce_scatter" if reduction.node.target is REDUCE_SCATTER else "all_reduce"
+        sent_by = "all_to_all" if reduction.form is not None else kind
         all_reduce = None
         if reduction.all_reduce_after:
             ranks = reduction.options[1] if kind == "reduce_scatter" else 1
             all_reduce = self._kind("all_reduce", reduction.all_reduce_after.options[-1], ranks, None, "")
-        return self._kind(kind, reduction.options[-1], 1, all_reduce, repr(reduction.reduction_kind()))
+        named = self._kind(sent_by, reduction.options[-1], 1, all_reduce, repr(reduction.reduction_kind()))
+        return _encoded(named, reduction)
 
     def _kind(
         self, kind: str, group: str, parts: int, all_reduce_after: CollectiveKind | None, name: str

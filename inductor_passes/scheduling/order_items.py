@@ -10,9 +10,15 @@ from typing import Literal, NamedTuple, cast
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from inductor_passes.collectives import ALL_GATHER, ALL_GATHER_GROUP, BUCKET, FQNS, GROUPS, WAIT
+from inductor_passes.collectives import ALL_GATHER, ALL_GATHER_GROUP, BUCKET, FQNS, GROUPS, WAIT, received
+from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS
 from inductor_passes.ops.pack import PACK_GRADIENTS, UNPACK_WEIGHTS
 from inductor_passes.scheduling.issue_points import Bucket
+
+PACKS = (PACK_GRADIENTS, ENCODE_GRADIENTS)
+"""Operators that make the input of a reduction of several gradients, or of one in a wire format."""
+UNPACKS = (UNPACK_WEIGHTS, DECODE_WEIGHTS)
+"""Operators whose results are the weights of a bucket."""
 
 Kind = Literal["compute", "gather", "gathered", "pack", "reduction", "reduced"]
 
@@ -64,9 +70,9 @@ def order_item(node: Node, plain: OrderItem, sources: Sequence[int]) -> OrderIte
         sources: positions of the node's inputs, in the order of its arguments; none for a kernel that only hands on a
             result.
     """
-    if node.target is operator.getitem and _source(node).target is UNPACK_WEIGHTS:
+    if node.target is operator.getitem and _source(node).target in UNPACKS:
         return plain._replace(weights=(_source(_source(_source(node))).meta[FQNS][cast(int, node.args[1])],))
-    if node.target is PACK_GRADIENTS:
+    if node.target in PACKS:
         reduction = next(iter(node.users))
         fqns = dict(parts_of(reduction))[node] if reduction.target in GROUPS else reduction.meta[FQNS]
         gradients = tuple(zip(sources, fqns, strict=True)) if sources else ()
@@ -84,8 +90,8 @@ def order_item(node: Node, plain: OrderItem, sources: Sequence[int]) -> OrderIte
         return item._replace(kind="gathered", weights=fqns if len(fqns) == 1 else ())
     item = item._replace(is_all_reduce_after=is_all_reduce_after(collective))
     if node is not collective:
-        return item._replace(kind="reduced", has_all_reduce=any(FQNS in user.meta for user in node.users))
-    if item.is_all_reduce_after or _source(node).target is PACK_GRADIENTS:
+        return item._replace(kind="reduced", has_all_reduce=any(FQNS in user.meta for user in received(node).users))
+    if item.is_all_reduce_after or _source(node).target in PACKS:
         return item._replace(kind="reduction")
     return item._replace(kind="reduction", gradients=((sources[0], fqns[0]),))
 
@@ -101,7 +107,7 @@ def _item_of_group(node: Node, plain: OrderItem, sources: Sequence[int]) -> Orde
     if gathers:
         return item._replace(kind="gather")
     made = zip(sources, parts_of(group), strict=True) if node is group else ()
-    gradients = tuple((at, fqns[0]) for at, (source, fqns) in made if source.target is not PACK_GRADIENTS)
+    gradients = tuple((at, fqns[0]) for at, (source, fqns) in made if source.target not in PACKS)
     return item._replace(kind="reduction", gradients=gradients)
 
 
@@ -114,6 +120,7 @@ def parts_of(group: Node) -> list[tuple[Node, tuple[str, ...]]]:
 def is_all_reduce_after(reduction: Node) -> bool:
     """Return whether ``reduction`` reduces the result of a reduce-scatter of the same parameters."""
     source = _source(reduction)
+    source = _source(source) if source.target is DECODE_SUMS else source
     return source.target is WAIT and FQNS in _source(source).meta
 
 

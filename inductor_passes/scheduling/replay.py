@@ -11,7 +11,8 @@ after the other, in the order of their issue. The memory of a gathered weight is
 the last step that reads the weight, what was packed for the gather until the gather is awaited, a gradient from the
 step that makes it until its reduction is issued, and the reduction's input from there until the reduction is awaited. A
 bucket of several members that is not grouped is packed and unpacked by copies, which take compute time and, while they
-run, as many bytes again.
+run, as many bytes again. In a wire format these copies encode and decode: a weight has the size of what is sent until
+it is awaited, and a reduction has a buffer of that size for what it sends and one for what it receives.
 """
 
 import math
@@ -52,6 +53,8 @@ class CollectiveSpan(NamedTuple):
     """Bytes of weights that are copied out of the collective's buffer once it is awaited."""
     parts: int = 1
     """Number of collectives; several are a group."""
+    freed: int = 0
+    """Bytes of a reduction's buffers, in use until its last collective is awaited."""
 
     @property
     def exposed(self) -> float:
@@ -87,6 +90,8 @@ class Replay:
         """When each channel has carried out all collectives that were issued on it."""
         self.alive = 0
         """Bytes of gathers, gradients and reduced shards."""
+        self.undecoded = 0
+        """Bytes by which gathered weights grow when they are decoded."""
         self._starts: list[float] = []
         self._memory = list(graph.live_bytes_at_slot)
         self._spans: list[CollectiveSpan] = []
@@ -115,12 +120,18 @@ class Replay:
             nbytes = sum(gather.nbytes for gather in mergeable)
             grouped = form == "grouped" and are_grouped(mergeable)
             packed = len(mergeable) > 1 and not grouped
-            held = round(nbytes * kind.shard) if packed else sum(gather.prepared for gather in mergeable)
-            self.clock += held * kind.copy_s_per_byte
-            self._use(held + nbytes)
+            if kind.form is not None:
+                held, copied = round(kind.sent(nbytes) * kind.shard), round(nbytes * kind.shard)
+            else:
+                held = round(nbytes * kind.shard) if packed else sum(gather.prepared for gather in mergeable)
+                copied = held
+            self.clock += copied * kind.copy_s_per_byte
+            self._use(held + kind.sent(nbytes))
+            self.undecoded += nbytes - kind.sent(nbytes)
             fqns = tuple(gather.fqn for gather in mergeable)
             parts = len(mergeable) if grouped else 1
-            spans.append(self._issue("gather", kind, fqns, nbytes, held, nbytes if packed else 0, parts))
+            copied = nbytes if packed or kind.form is not None else 0
+            spans.append(self._issue("gather", kind, fqns, nbytes, held, copied, parts))
         return spans
 
     def issue_reductions(self, members: Iterable[int], form: Form | None = None) -> list[CollectiveSpan]:
@@ -130,15 +141,21 @@ class Replay:
         for kind, mergeable in by_kind(reductions).items():
             nbytes = sum(reduction.nbytes for reduction in mergeable)
             own = reduced_in_place(mergeable) if form == "grouped" else []
-            if len(mergeable) > len(own) and len(mergeable) > 1:
+            sent = kind.sent(nbytes)
+            if kind.form is not None:
+                self._note(sent)
+                self.clock += nbytes * kind.copy_s_per_byte
+                self._use(sent)  # for what is received
+            elif len(mergeable) > len(own) and len(mergeable) > 1:
                 self._copy(kind, nbytes - sum(reduction.nbytes for reduction in own))
             elif mergeable[0].copied_from is not None:
                 self._note(nbytes)
-            self.alive += nbytes - sum(reduction.gradient_bytes for reduction in mergeable)
+            self.alive += sent - sum(reduction.gradient_bytes for reduction in mergeable)
             self._use(sum(reduction.result for reduction in mergeable))
             fqns = tuple(reduction.fqn for reduction in mergeable)
             parts = len(own) + (len(mergeable) > len(own)) if own else 1
-            spans.append(self._issue("reduce", kind, fqns, nbytes, parts=parts))
+            freed = nbytes if kind.form is None else 2 * sent
+            spans.append(self._issue("reduce", kind, fqns, nbytes, parts=parts)._replace(freed=freed))
         return spans
 
     def await_gather(self, span: CollectiveSpan) -> None:
@@ -146,13 +163,18 @@ class Replay:
         self.alive -= span.held
         if span.copied:
             self._copy(span.kind, span.copied)
+            grown = span.nbytes - span.kind.sent(span.nbytes)
+            self.undecoded -= grown
+            self._use(grown)
 
     def await_reduction(self, span: CollectiveSpan) -> CollectiveSpan | None:
         """Await a reduction; issue and return the all-reduce that follows, if there is one."""
         self._wait(span)
-        if span.kind.all_reduce_after is not None:
-            return self._issue("all-reduce", span.kind.all_reduce_after, span.fqns, span.nbytes)
-        self.alive -= span.nbytes
+        if span.kind.form is not None:
+            self.clock += span.kind.sent(span.nbytes) * span.kind.copy_s_per_byte / 2  # read and added up
+        if (following := span.kind.all_reduce_after) is not None:
+            return self._issue("all-reduce", following, span.fqns, span.nbytes)._replace(freed=span.freed)
+        self.alive -= span.freed
         return None
 
     def advance(self) -> None:

@@ -435,7 +435,8 @@ class _GatherIssue:
             self._latest[k] = min(self._at[self.uses[k]], self._latest[k + 1]) - cost - margin
         copied = [0] * len(graph.live_bytes_at_slot)
         for use, nbytes, members in zip(self.uses, self._nbytes, self.members, strict=True):
-            copied[use] = max(copied[use], nbytes if len(members) > 1 else 0)
+            kind = graph.gathers[members[0]].kind
+            copied[use] = max(copied[use], kind.sent(nbytes) if len(members) > 1 or kind.form is not None else 0)
         self._read = list(accumulate(run.last_read, initial=0))
         """Bytes of weights that are not needed any longer, at each slot."""
         in_use = zip(graph.live_bytes_at_slot, copied, (*graph.live_bytes_in_step, 0), self._read, strict=False)
@@ -465,7 +466,7 @@ class _GatherIssue:
             self._seen += 1
         while self._window[0] < run.slot:
             self._window.popleft()
-        return run.alive + self._nbytes[k] + self._read[run.slot] + self._needs[self._window[0]]
+        return run.alive + run.undecoded + self._nbytes[k] + self._read[run.slot] + self._needs[self._window[0]]
 
     def late(self, run: Replay, k: int, clock: float) -> bool:
         """Return whether gather ``k`` would be late if it were issued in the next slot."""

@@ -70,6 +70,8 @@ class BucketExplanation:
     """Reason why the next bucket is not part of this one, in words."""
     group: int = 1
     """Number of collectives that are issued together, from and into memory of their own; 1: members are packed."""
+    sent_bytes: int = 0
+    """Bytes on the wire; fewer than ``nbytes`` where members have a wire format."""
     measured: MeasuredBucket | None = None
 
 
@@ -289,12 +291,13 @@ def _explained(direction: str, one: Diagnosis, freed: Mapping[str, float]) -> Bu
     spans = one.spans
     fqns = tuple(dict.fromkeys(fqn for span in spans for fqn in span.fqns))
     nbytes = sum(span.nbytes for span in spans if span.what != "all-reduce")
+    sent = sum(span.kind.sent(span.nbytes) for span in spans if span.what != "all-reduce")
     issued, done = min(span.issued for span in spans), max(max(span.finished, span.awaited) for span in spans)
     return BucketExplanation(
         direction,
         fqns,
         nbytes,
-        nbytes + sum(span.held for span in spans),
+        sent + sum(span.held for span in spans),
         max(freed.get(fqn, done) for fqn in fqns) - issued,
         issued,
         min(span.started for span in spans),
@@ -307,6 +310,7 @@ def _explained(direction: str, one: Diagnosis, freed: Mapping[str, float]) -> Bu
         one.where,
         one.closed,
         max(span.parts for span in spans),
+        sent,
     )
 
 
@@ -379,6 +383,8 @@ def _heading(direction: str, shown: int, buckets: int) -> str:
 
 def _row(bucket: BucketExplanation) -> str:
     what = f"{bucket.nbytes / 2**20:8.2f} MiB {1e3 * bucket.held_s:7.2f} ms  {fqn_range(bucket.parameters)}"
+    if bucket.sent_bytes < bucket.nbytes:
+        what += f", sent as {bucket.sent_bytes / 2**20:.2f} MiB"
     if bucket.group > 1:
         what += f", a group of {bucket.group}"
     measured = f"\n{_times(bucket.measured)}  measured" if bucket.measured else ""

@@ -69,7 +69,8 @@ def add_measured_tracks(predicted: str, runs: Sequence[GraphRun]) -> str:
             name = _name(one.name, one.parameters)
             track, start = 1 + groups.index(one.group), begin + one.started_s
             about = {"parameters": list(one.parameters), "bytes": one.nbytes, "issued_us": _us(begin + one.issued_s)}
-            what = _KINDS.get(one.name.removesuffix("_coalesced"), "other")
+            of_parameters = _KINDS | ({"all_to_all_single": "reduce"} if one.parameters else {})
+            what = of_parameters.get(one.name.removesuffix("_coalesced"), "other")
             took = _complete(track, name, what, start, one.finished_s - one.started_s)
             events.append(took | _MEASURED | {"args": about})
             if one.exposed_s:
@@ -89,6 +90,7 @@ def _of_span(track: int, span: CollectiveSpan, begin: float) -> Iterator[dict[st
     about = {
         "parameters": list(span.fqns),
         "bytes": span.nbytes,
+        "sent": span.kind.sent(span.nbytes),
         "collectives": span.parts,
         "issued_us": _us(begin + span.issued),
         "awaited_us": _us(begin + span.awaited),

@@ -31,6 +31,7 @@ from simplefsdp.compile.context import compilation_context, source_hash
 from simplefsdp.compile.options import PASS_SLOTS, Options, parse_options
 from simplefsdp.compile.passes import Passes, direction_of
 from simplefsdp.frontend.eager_resharding import CHANGED_WHILE_UNSHARDED
+from simplefsdp.frontend.encoded_collectives import encoded_by_passes
 from simplefsdp.frontend.initial_weights import compare_initial_weights
 from simplefsdp.frontend.sharding import unshard
 from simplefsdp.hardware.profile import HardwareProfile
@@ -143,7 +144,7 @@ def _inductor(
     patches = {**parsed.inductor, **slots, **patches}
     progress.begin("tracing")
     try:
-        with _garbage_collection_paused():
+        with _garbage_collection_paused(), encoded_by_passes():
             return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches=patches, inner_compile=lower))
     finally:
         progress.end()  # also where the compile cache has the graph, and where there is an error
@@ -181,7 +182,8 @@ def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], passes: Passes) -
         partition_fn=tag_and_partition,
         keep_inference_input_mutations=True,
     )
-    return lower(gm, example_inputs)
+    with encoded_by_passes():
+        return lower(gm, example_inputs)
 
 
 class _ConfiguredPass:

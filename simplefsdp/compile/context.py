@@ -99,6 +99,8 @@ def compilation_context(
             reshard_decision(info.communication.reshard_after_forward, prefix[info.model] + info.fqn, request),
             info.communication.param_dtype or example_inputs[index].dtype,
             tuple(group.name for group in info.communication.groups),
+            info.communication.gather_format,
+            info.communication.reduce_format,
         )
         for index, info in found.items()
     }

@@ -8,8 +8,9 @@
 
 Of a tensor-parallel parameter (a ``DTensor``) the local tensor is sharded, and what was gathered is put into a
 ``DTensor`` again. A shard along another dim than 0 is moved to dim 0 and back. A replicated parameter is not gathered,
-and its gradient is all-reduced. The order of casts, reductions and divisions is FSDP2's (``foreach_all_gather`` and
-``foreach_reduce`` in ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``): both train to the same bits.
+and its gradient is all-reduced. In a wire format others travel encoded (``encoded_collectives.py``). The order of
+casts, reductions and divisions is FSDP2's (``foreach_all_gather`` and ``foreach_reduce`` in
+``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``): both train to the same bits.
 """
 
 import functools
@@ -38,6 +39,8 @@ from inductor_passes.torch_compat.dtensor import (
     local_tensor,
     to_local,
 )
+from simplefsdp.frontend import encoded_collectives
+from simplefsdp.frontend.encoded_collectives import encodes_here
 
 _c10d = torch.ops._c10d_functional
 
@@ -76,6 +79,10 @@ class Communication(NamedTuple):
     """Type of the device where it is gathered and its gradient reduced, if its shard is offloaded: kept on CPU."""
     pinned: bool = False
     """Whether an offloaded shard and its gradient are in pinned memory."""
+    gather_format: str | None = None
+    """Wire format of the gathered weight; ``None``: ``param_dtype``."""
+    reduce_format: str | None = None
+    """Wire format of the gradient on its way to the rank that owns the shard; ``None``: ``reduce_dtype``."""
 
     @property
     def groups(self) -> list[Group]:
@@ -256,18 +263,27 @@ def all_gather(local: Tensor, comm: Communication) -> Tensor:
     if comm.dim is None or comm.shard_group is None:
         return local.view_as(local) if comm.param_dtype is None else local.to(comm.param_dtype)
     ranks, rows = comm.shard_group.ranks, comm.shape[comm.dim]
-    local = _pad_rows(local.movedim(comm.dim, 0) if comm.dim else local, -(-rows // ranks))
-    if comm.param_dtype is not None:
-        local = local.to(comm.param_dtype)
-    parts = _as_real(local.contiguous())
-    full = _c10d.wait_tensor(_c10d.all_gather_into_tensor(parts, ranks, comm.shard_group.name))
-    full = torch.view_as_complex(full) if local.is_complex() else full
+    local = local.movedim(comm.dim, 0) if comm.dim else local
+    padded = -(-rows // ranks)
+    if comm.gather_format is not None and encodes_here(comm.gather_format):
+        numel, dtype = padded * local.shape[1:].numel(), comm.param_dtype or local.dtype
+        flat = encoded_collectives.all_gather(local, numel, *comm.shard_group[::-1], comm.gather_format, dtype)
+        full = flat.view(ranks * padded, *local.shape[1:])
+    else:
+        local = _pad_rows(local, padded)
+        if comm.param_dtype is not None:
+            local = local.to(comm.param_dtype)
+        parts = _as_real(local.contiguous())
+        full = _c10d.wait_tensor(_c10d.all_gather_into_tensor(parts, ranks, comm.shard_group.name))
+        full = torch.view_as_complex(full) if local.is_complex() else full
     full = full if full.shape[0] == rows else full[:rows]
     return full.movedim(0, comm.dim).contiguous() if comm.dim else full
 
 
 def reduction_dtype(comm: Communication, own: torch.dtype) -> torch.dtype | None:
     """Return the dtype of the reduction for a parameter of dtype ``own``; ``None``: that of the gradient."""
+    if comm.reduce_dtype is None and comm.reduce_format is not None:
+        return torch.float32
     return comm.reduce_dtype or (own if REDUCES_IN_OWN_DTYPE else None)
 
 
@@ -277,20 +293,26 @@ def reduce(grad: Tensor, comm: Communication, local: Tensor) -> Tensor:
         return torch.zeros_like(local)
     rows, operators, postdivide = _rows(grad, comm, local)
     for i, (group, operator) in enumerate(zip(comm.groups, operators, strict=True)):
-        if i == 0 and comm.dim is not None:
-            rows = _c10d.reduce_scatter_tensor(rows, operator, group.ranks, group.name)
+        if i or comm.dim is None:
+            rows = _c10d.wait_tensor(_c10d.all_reduce(rows, operator, group.name))
+        elif comm.reduce_format is not None and encodes_here(comm.reduce_format):
+            rows = encoded_collectives.reduce_scatter(rows, operator, *group[::-1], comm.reduce_format)
         else:
-            rows = _c10d.all_reduce(rows, operator, group.name)
-        rows = _c10d.wait_tensor(rows)
+            rows = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(rows, operator, group.ranks, group.name))
     return _gradient(rows, postdivide, comm, local)
 
 
 def reduce_coalesced(full: list[tuple[Tensor, Communication, Tensor]]) -> list[Tensor]:
-    """Reduce each (full gradient, communication, shard): the bits of ``reduce``, by one collective for each kind."""
+    """Reduce each (full gradient, communication, shard): the bits of ``reduce``, by one collective for each kind.
+
+    What travels in a wire format has a collective of its own.
+    """
     results: list[Any] = [None if 0 not in comm.shape else torch.zeros_like(local) for _, comm, local in full]
     ways: dict[Any, list[tuple[int, Tensor, float]]] = {}
     for i, (grad, comm, local) in enumerate(full):
-        if results[i] is None:
+        if results[i] is None and encodes_here(comm.reduce_format):
+            results[i] = reduce(grad, comm, local)
+        elif results[i] is None:
             rows, operators, postdivide = _rows(grad, comm, local)
             way = comm.dim is None, tuple(zip(comm.groups, operators, strict=True)), rows.dtype
             ways.setdefault(way, []).append((i, rows, postdivide))
@@ -358,7 +380,8 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, grad, comm, local):
-        ctx.comm = comm._replace(param_dtype=None if grad.dtype == local.dtype else grad.dtype)
+        dtype = None if grad.dtype == local.dtype else grad.dtype
+        ctx.comm = comm._replace(param_dtype=dtype, gather_format=None)
         return reduce(grad, comm, local)
 
     @staticmethod

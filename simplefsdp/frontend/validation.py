@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from inductor_passes.ops.wire_formats import DTYPES
 from inductor_passes.torch_compat.dtensor import concatenate_meshes
 from simplefsdp.frontend.parametrization import ShardedModule
 from simplefsdp.frontend.sharding import ShardedModel
+from simplefsdp.frontend.wire_format import WireFormat
 from simplefsdp.text.messages import fqn_range, unknown
 
 log = logging.getLogger("simplefsdp")
@@ -69,6 +71,35 @@ _RESHARD = "expected True, False, 'auto' or {glob: one of them}"
 
 def _is_reshard(value: object) -> bool:
     return isinstance(value, bool) or value == "auto"
+
+
+def check_wire(wire: object, mp_policy: MixedPrecisionPolicy) -> None:
+    by_glob: dict[Any, Any] = wire if isinstance(wire, dict) else {} if wire is None else {"*": wire}
+    for glob, form in by_glob.items():
+        if not isinstance(glob, str) or not isinstance(form, WireFormat):
+            found = {glob: form} if isinstance(wire, dict) else wire
+            raise TypeError(f"wire: expected a WireFormat or {{glob: WireFormat}}, found {found!r}")
+    dtype = mp_policy.reduce_dtype
+    if dtype not in (None, *DTYPES) and any(form.reduce for form in by_glob.values()):
+        raise ValueError(f"wire: gradients are reduced in {dtype}, which has no wire format; {_ENCODABLE}")
+
+
+def check_wire_format(fqn: str, param: nn.Parameter, form: WireFormat, mode: str, device_type: str) -> None:
+    """Raise ``ValueError`` if the weight or the gradient of a parameter cannot travel in its format."""
+    asked = " and ".join(repr(name) for name in (form.gather, form.reduce) if name is not None)
+    if not asked:
+        return
+    if mode == "replicate":
+        raise ValueError(f"wire: {fqn}: mode 'replicate' gathers and scatters nothing that {asked} could be for")
+    if param.dtype not in DTYPES:
+        raise ValueError(f"wire: {fqn}: a {param.dtype} parameter cannot travel as {asked}; {_ENCODABLE}")
+    found = torch.cuda.get_device_capability() if device_type == "cuda" and torch.cuda.is_available() else None
+    if "fp8" in asked and found is not None and found < _FP8_CAPABILITY:
+        raise ValueError(f"wire: {fqn}: {asked} needs a GPU of compute capability 8.9, this one has {found}")
+
+
+_FP8_CAPABILITY = 8, 9
+_ENCODABLE = "torch.float32, torch.bfloat16 and torch.float16 can; give the others WireFormat(), which changes nothing"
 
 
 def check_mode(mode: str | None, mesh: DeviceMesh | None) -> str:

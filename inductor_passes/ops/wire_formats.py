@@ -1,0 +1,216 @@
+"""Formats in which weights and gradients travel: blocks of 128 values with a scale each, and their arithmetic.
+
+::
+
+    a row of a member:  | block 0 | block 1 | ... | scale 0 | scale 1 | ...        integers or float8, then float32
+    bf16:               | values, two bytes each |
+
+A block's scale is its largest magnitude over the largest number of the format, so a value is off by at most half a step
+of its own block. What does not fill a block is padded with zeros. A block that holds an Inf or a NaN has such a scale:
+all of it is decoded as Inf or NaN, and never as a number. A format that rotates multiplies each block by the normalised
+Hadamard matrix of order 128 first, which spreads an outlier over its block; sums are taken of rotated values and
+rotated back once (SDP4Bit, arXiv 2410.15526).
+
+Values are rounded to the nearest. Large tensors go through kernels that ``torch.compile`` makes of the functions here,
+one pass over the bytes; small ones through the functions themselves. Both give the same bits on a CPU.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BLOCK = 128
+"""Number of values with one scale."""
+_COMPILED_FROM = 1 << 16
+"""Number of values from which a kernel of their own is made; each takes seconds to make, once."""
+_ROTATED_TOGETHER = 4096
+"""Number of blocks that are rotated at a time, so that rotated values stay in a cache."""
+_ADDED_TOGETHER = 8
+"""Number of ranks whose values one kernel adds up."""
+_SMALLEST = torch.finfo(torch.float32).tiny
+
+
+class Encoding(NamedTuple):
+    """How values are encoded."""
+
+    bits: int
+    """Bits of a value, without its share of the scale."""
+    largest: float | None
+    """Magnitude that the largest value of a block is scaled to; ``None``: values are not scaled."""
+    rotates: bool = False
+    """Whether blocks are rotated before they are quantised."""
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of ``numel`` encoded values, a multiple of 4."""
+        if self.largest is None:
+            return -(-numel * self.bits // 32) * 4
+        return blocks(numel) * (BLOCK * self.bits // 8 + 4)
+
+
+_QUANTIZED = {"fp8": Encoding(8, 448.0), "int8": Encoding(8, 127.0), "int4": Encoding(4, 7.0)}
+_BF16 = Encoding(16, None)
+GATHER_FORMATS = {"bf16": _BF16, "fp8": _QUANTIZED["fp8"], "int8": _QUANTIZED["int8"]}
+"""Formats of weights, by name, the least harmful first."""
+REDUCE_FORMATS = {
+    "bf16-fp32sum": _BF16,
+    **_QUANTIZED,
+    **{f"{name}-hadamard": each._replace(rotates=True) for name, each in _QUANTIZED.items()},
+}
+"""Formats of gradients, by name. Ranks exchange encoded parts and add up what they get in float32, so that each
+gradient is rounded once, however many ranks there are."""
+FORMATS = {**GATHER_FORMATS, **REDUCE_FORMATS}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of tensors that can be encoded."""
+
+
+def blocks(numel: int) -> int:
+    """Return the number of blocks of ``numel`` values."""
+    return -(-numel // BLOCK)
+
+
+def encode(values: Tensor, out: Tensor, form: Encoding) -> None:
+    """Encode each row of ``values``, (rows, numel), into a row of ``out``, (rows, ``form.nbytes(numel)``) bytes."""
+    rows, numel = values.shape
+    if form.largest is None:
+        out.view(torch.bfloat16)[:, :numel].copy_(values)
+        return
+    values = functional.pad(values, (0, -numel % BLOCK)) if numel % BLOCK else values
+    values = values.unflatten(1, (-1, BLOCK))
+    quantized, scales = _parts(out, form)
+    if not form.rotates:
+        scales.copy_(_kernel(quantize, form, values)(values, quantized, None, form))
+        return
+    matrix = _rotation(values.device)
+    for row in range(rows):
+        for start in range(0, values.shape[1], _ROTATED_TOGETHER):
+            here = row, slice(start, start + _ROTATED_TOGETHER)
+            scales[here] = _kernel(quantize, form, values[here])(values[here], quantized[here], matrix, form)
+
+
+def decode(rows: Tensor, out: Tensor, form: Encoding) -> None:
+    """Decode each row of bytes into a row of ``out``, (rows, numel), in the dtype of ``out``."""
+    numel = out.shape[1]
+    if form.largest is None:
+        out.copy_(rows.view(torch.bfloat16)[:, :numel])
+        return
+    quantized, scales = _parts(rows, form)
+    whole = out if numel % BLOCK == 0 else out.new_empty(len(rows), blocks(numel) * BLOCK)
+    into = whole.unflatten(1, (-1, BLOCK))
+    _kernel(dequantize, form, into)(quantized, scales, into, form)
+    if whole is not out:
+        out.copy_(whole[:, :numel])
+
+
+def decode_sum(rows: Tensor, out: Tensor, form: Encoding, divisor: float) -> None:
+    """Write the sum of all decoded rows over ``divisor`` into ``out``, (numel,).
+
+    Rows are added in their order, in float32, whatever the dtype of ``out``.
+    """
+    numel = out.numel()
+    if form.largest is None:
+        quantized, scales = rows.view(torch.bfloat16)[:, :numel].unsqueeze(1), None
+        whole = 1, numel
+    else:
+        quantized, scales = _parts(rows, form)
+        whole = blocks(numel), BLOCK
+    in_place = out.dtype is torch.float32 and whole[0] * whole[1] == numel and not form.rotates
+    total = out.view(whole) if in_place else out.new_empty(whole, dtype=torch.float32)
+    for first in range(0, len(rows), _ADDED_TOGETHER):
+        some = slice(first, first + _ADDED_TOGETHER)
+        by = divisor if first + _ADDED_TOGETHER >= len(rows) else 1.0
+        given = quantized[some], None if scales is None else scales[some]
+        _kernel(add_up, form, total)(*given, total, form, first == 0, by)
+    if form.rotates:
+        matrix = _rotation(total.device)
+        for start in range(0, len(total), _ROTATED_TOGETHER):
+            end = start + _ROTATED_TOGETHER
+            total[start:end] = total[start:end] @ matrix
+    if not in_place:
+        out.copy_(total.view(-1)[:numel])
+
+
+def quantize(values: Tensor, quantized: Tensor, rotation: Tensor | None, form: Encoding) -> Tensor:
+    """Write blocks of ``values``, (..., blocks, 128), into ``quantized``, (..., blocks, bytes); return their scales.
+
+    Scales are returned and not written, as AOTAutograd takes no two views of one buffer of which one is written.
+    """
+    x = values.float()
+    if rotation is not None:
+        x = x @ rotation
+    assert form.largest is not None
+    scale = x.abs().amax(-1) * (1 / form.largest)
+    # Where the scale is too small to have an inverse all values are, too.
+    inverse = torch.where(scale < _SMALLEST, 0.0, 1 / scale)
+    x = (x * inverse.unsqueeze(-1)).clamp(-form.largest, form.largest)
+    if form.bits == 4:
+        x = x.round().to(torch.int8).add(8).view(torch.uint8)
+        quantized.copy_(x[..., : BLOCK // 2] | (x[..., BLOCK // 2 :] << 4))
+    elif form.largest == _QUANTIZED["fp8"].largest:
+        quantized.copy_(x.to(torch.float8_e4m3fn).view(torch.uint8))
+    else:
+        quantized.copy_(x.round().to(torch.int8).view(torch.uint8))
+    return scale
+
+
+def dequantize(quantized: Tensor, scales: Tensor, out: Tensor, form: Encoding) -> None:
+    """Write decoded blocks, (..., blocks, 128), into ``out``; still rotated, if the format rotates."""
+    out.copy_(_values(quantized, scales, form))
+
+
+def add_up(
+    quantized: Tensor, scales: Tensor | None, total: Tensor, form: Encoding, first: bool, divisor: float
+) -> None:
+    """Add the decoded blocks of some ranks, (ranks, blocks, 128), to ``total`` and divide; ``first``: total was 0."""
+    terms = [
+        _values(each, None if scales is None else scales[rank], form) for rank, each in enumerate(quantized.unbind(0))
+    ]
+    x = functools.reduce(torch.add, terms)
+    x = x if first else total + x
+    total.copy_(x if divisor == 1 else x / divisor)
+
+
+def _values(quantized: Tensor, scales: Tensor | None, form: Encoding) -> Tensor:
+    if scales is None:
+        return quantized.float()
+    if form.bits == 4:
+        x = torch.cat([quantized & 15, quantized >> 4], -1).view(torch.int8).sub(8)
+    else:
+        x = quantized.view(torch.float8_e4m3fn if form.largest == _QUANTIZED["fp8"].largest else torch.int8)
+    return x.float() * scales.unsqueeze(-1)
+
+
+def _parts(rows: Tensor, form: Encoding) -> tuple[Tensor, Tensor]:
+    """Return views of encoded rows: quantised values, (rows, blocks, bytes of a block), and scales, (rows, blocks)."""
+    size = BLOCK * form.bits // 8
+    count = rows.shape[1] // (size + 4)
+    values, scales = rows.split([count * size, count * 4], dim=1)
+    return values.unflatten(1, (count, size)), scales.view(torch.float32)
+
+
+@functools.cache
+def _rotation(device: torch.device) -> Tensor:
+    """Return the normalised Hadamard matrix of order 128 (Sylvester's), which is its own inverse."""
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < BLOCK:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / BLOCK**0.5
+
+
+def _kernel(function: Callable[..., Any], form: Encoding, values: Tensor) -> Callable[..., Any]:
+    """Return ``function``, compiled if that is worth while for so many values."""
+    if values.device.type == "cpu" and values.numel() < _COMPILED_FROM:
+        return function
+    return _compiled(function, form, values.dtype)
+
+
+@functools.cache
+def _compiled(function: Any, form: Encoding, dtype: torch.dtype) -> Callable[..., Any]:
+    """Return a compiled copy of ``function`` with code of its own, as torch limits recompilations of one code."""
+    name = f"{function.__name__}_{form.bits}_{dtype}".replace(".", "_")
+    own = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+    return torch.compile(own, dynamic=True)

@@ -1,0 +1,61 @@
+"""Gathers and reductions in a wire format, one parameter at a time; ``inductor_passes/bucket.py`` makes the same of
+buckets.
+
+::
+
+    shard - encode - all_gather - wait - decode -> full weight
+    full gradient - encode - all_to_all - wait - decode and sum -> reduced shard
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS
+
+_c10d = torch.ops._c10d_functional
+
+
+class _Thread(threading.local):
+    passes_encode = False
+    """Whether this thread traces for the backend of this library, whose passes encode whole buckets."""
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def encoded_by_passes() -> Iterator[None]:
+    """Let collectives that are traced meanwhile be plain: the passes have the formats from the parameters."""
+    before, _thread.passes_encode = _thread.passes_encode, True
+    try:
+        yield
+    finally:
+        _thread.passes_encode = before
+
+
+def encodes_here(form: str | None) -> bool:
+    """Return whether a collective that has format ``form`` is encoded where it is issued."""
+    return form is not None and not _thread.passes_encode
+
+
+def all_gather(shard: Tensor, numel: int, ranks: int, group: str, form: str, dtype: torch.dtype) -> Tensor:
+    """Return all ranks' shards in ``dtype``, (ranks * numel,), each zero-padded to ``numel`` elements."""
+    gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(ENCODE_SHARDS([shard], [numel], form), ranks, group))
+    return DECODE_WEIGHTS(gathered, ranks, [numel], form, dtype)[0]
+
+
+def reduce_scatter(rows: Tensor, operator: str, ranks: int, group: str, form: str) -> Tensor:
+    """Return this rank's rows of the sum (``operator="sum"``) or mean (``"avg"``) of all ranks' ``rows``.
+
+    The number of rows is divisible by ``ranks``, as for ``reduce_scatter_tensor``; the result has the dtype of
+    ``rows``.
+    """
+    encoded = ENCODE_GRADIENTS([rows], ranks, form, rows.dtype)
+    splits = [encoded.numel() // ranks] * ranks
+    received = _c10d.wait_tensor(_c10d.all_to_all_single(encoded, splits, splits, group))
+    part = DECODE_SUMS(received, ranks, [rows.numel() // ranks], form, rows.dtype, operator == "avg")
+    return part.view(rows.shape[0] // ranks, *rows.shape[1:])
