@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
-from simplefsdp import Ranger21, clip_grad_norm_, galore, muon, simple_fsdp
+from inductor_passes.ops.wire_formats import GATHER_FORMATS, REDUCE_FORMATS
+from simplefsdp import Ranger21, WireFormat, clip_grad_norm_, galore, muon, simple_fsdp
 from simplefsdp.models import llama
 
 from . import checkpoints, data
@@ -47,6 +48,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--mixed-precision", choices=["none", "bf16"], default="none", help="dtype of compute and gathers")
     add("--activation-checkpointing", choices=["none", "block", "selective"], default="none")
+    add("--wire-gather", choices=GATHER_FORMATS, help="format in which weights travel (default: as they are)")
+    add("--wire-reduce", choices=REDUCE_FORMATS, help="format in which gradients travel (default: as they are)")
     add("--keep-unsharded", action="store_true", help="reshard_after_forward=False: more memory, no second gather")
     add("--plan", default="block", help="bucketing plan of the backend")
     add("--lower-with", choices=["inductor", "aot_eager"], default="inductor")
@@ -76,7 +79,8 @@ def main() -> None:
         max_seq_len=max(1024, args.seq_len),
         activation_checkpointing=args.activation_checkpointing,
     ).to(device)
-    simple_fsdp(model, mp_policy=mixed_precision(args), reshard_after_forward=not args.keep_unsharded)
+    wire = WireFormat(args.wire_gather, args.wire_reduce)
+    simple_fsdp(model, mp_policy=mixed_precision(args), reshard_after_forward=not args.keep_unsharded, wire=wire)
     options = {"plan": args.plan, "lower_with": args.lower_with, "report_dir": args.report_dir}
     compiled = torch.compile(model, backend="simplefsdp", options=options)
     optimizer = make_optimizer(args, model)

@@ -31,7 +31,7 @@ gather (or reduce) is left out, and a collective that stays alone is not touched
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -47,6 +47,7 @@ from inductor_passes.collectives import (
     ALL_REDUCE,
     ALL_TO_ALL,
     BUCKET,
+    FORM,
     FQNS,
     REDUCE_SCATTER,
     REDUCE_SCATTER_GROUP,
@@ -87,6 +88,14 @@ def assign(graph: Graph, gather_buckets: Sequence[Bucket], reduction_buckets: Se
         for collective in found:
             for step in collective.steps:
                 step.meta[BUCKET] = by_fqn[collective.fqns[0]]
+
+
+def drop_formats(graph: Graph, gathered: Collection[str], reduced: Collection[str]) -> None:
+    """Let only the gathers and reductions of these parameters have their wire formats."""
+    for found, kept in ((gathers(graph), gathered), (reductions(graph), reduced)):
+        for collective in found:
+            if collective.fqns[0] not in kept:
+                collective.node.meta.pop(FORM, None)
 
 
 def bucket(graph: Graph) -> None:

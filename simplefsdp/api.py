@@ -200,8 +200,7 @@ def simple_fsdp(
             reshard_after_forward=reshard[fqn],
             device=mesh.device_type if offloads else None,
             pinned=pinned,
-            gather_format=_gather_format(wire_formats[fqn], param, mp_policy),
-            reduce_format=wire_formats[fqn].reduce,
+            **_formats(wire_formats[fqn], param, mp_policy),
         )
         samples[fqn] = sample(there, check_initial_weights)
         if isinstance(param, DTensor):
@@ -313,10 +312,13 @@ def _shard_modules(
         parametrize(module, state)
 
 
-def _gather_format(form: WireFormat, param: nn.Parameter, mp_policy: MixedPrecisionPolicy) -> str | None:
-    """Return the format of the gather; ``None`` for bf16 where the weight has no more bits than that."""
+def _formats(form: WireFormat, param: nn.Parameter, mp_policy: MixedPrecisionPolicy) -> dict[str, str | None]:
+    """Return the fields of ``Communication`` for a wire format: none for what does not travel, or not narrower."""
+    if param.ndim == 0:
+        return {}
     narrow = (mp_policy.param_dtype or param.dtype).itemsize <= torch.bfloat16.itemsize
-    return None if form.gather == "bf16" and narrow else form.gather
+    gather = None if form.gather == "bf16" and narrow else form.gather
+    return {"gather_format": gather, "reduce_format": form.reduce}
 
 
 def _per_parameter(

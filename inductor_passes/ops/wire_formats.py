@@ -26,7 +26,7 @@ from torch.nn import functional
 
 BLOCK = 128
 """Number of values with one scale."""
-_COMPILED_FROM = 1 << 16
+_COMPILED_FROM = 1 << 15
 """Number of values from which a kernel of their own is made; each takes seconds to make, once."""
 _ROTATED_TOGETHER = 4096
 """Number of blocks that are rotated at a time, so that rotated values stay in a cache."""
@@ -124,7 +124,7 @@ def decode_sum(rows: Tensor, out: Tensor, form: Encoding, divisor: float) -> Non
         some = slice(first, first + _ADDED_TOGETHER)
         by = divisor if first + _ADDED_TOGETHER >= len(rows) else 1.0
         given = quantized[some], None if scales is None else scales[some]
-        _kernel(add_up, form, total)(*given, total, form, first == 0, by)
+        _kernel(add_up, form, given[0])(*given, total, form, first == 0, by)
     if form.rotates:
         matrix = _rotation(total.device)
         for start in range(0, len(total), _ROTATED_TOGETHER):

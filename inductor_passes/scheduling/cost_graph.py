@@ -34,6 +34,8 @@ class CollectiveKind(NamedTuple):
     """The wire format: members are encoded and decoded, one by one too; ``None``: they travel as they are."""
     wire: float = 1.0
     """Bytes on the wire for each byte of the whole tensor."""
+    plain: "CollectiveKind | None" = None
+    """The kind of the same collective without its wire format."""
 
     def seconds(self, nbytes: int) -> float:
         return self.alpha_s + nbytes * self.s_per_byte

@@ -368,19 +368,25 @@ def _leaves_the_device(reduced: Node) -> bool:
     return any(user.target is TO_HOST or _leaves_the_device(user) for user in reduced.users if is_deterministic(user))
 
 
-def _encoded(kind: CollectiveKind, collective: Collective) -> CollectiveKind:
-    """Return the kind in the wire format of its collective, if that has one: fewer bytes, and no group."""
+def _encoded(encoded: CollectiveKind, plain: CollectiveKind, collective: Collective) -> CollectiveKind:
+    """Return the kind of a collective: in its wire format, if it has one, with fewer bytes, and not in a group.
+
+    Args:
+        encoded: the kind of the collective that carries encoded values, by their bytes.
+        plain: the kind of the collective as it is.
+    """
     form = collective.form
     if form is None:
-        return kind
+        return plain
     wire = FORMATS[form].nbytes(BLOCK) / BLOCK / collective.input.meta["val"].dtype.itemsize
-    return kind._replace(
-        s_per_byte=kind.s_per_byte * wire,
-        issue_s_per_byte=kind.issue_s_per_byte * wire,
-        copy_s_per_byte=kind.copy_s_per_byte * (1 + wire) / 2,
+    return encoded._replace(
+        s_per_byte=encoded.s_per_byte * wire,
+        issue_s_per_byte=encoded.issue_s_per_byte * wire,
+        copy_s_per_byte=encoded.copy_s_per_byte * (1 + wire) / 2,
         member_s=None,
         form=form,
         wire=wire,
+        plain=plain,
     )
 
 
@@ -391,18 +397,23 @@ class _Kinds(NamedTuple):
     equivalent: EquivalentGroups
 
     def of_gather(self, gather: Collective) -> CollectiveKind:
-        kind = self._kind("all_gather", gather.options[-1], 1, None, repr(gather.gather_kind()))
-        return _encoded(kind, gather)
+        group = gather.options[-1]
+        plain = self._kind("all_gather", group, 1, None, repr(gather.options))
+        return _encoded(plain._replace(name=repr(gather.gather_kind())), plain, gather)
 
     def of_reduction(self, reduction: Collective) -> CollectiveKind:
         kind = "reduce_scatter" if reduction.node.target is REDUCE_SCATTER else "all_reduce"
-        sent_by = "all_to_all" if reduction.form is not None else kind
         all_reduce = None
         if reduction.all_reduce_after:
             ranks = reduction.options[1] if kind == "reduce_scatter" else 1
             all_reduce = self._kind("all_reduce", reduction.all_reduce_after.options[-1], ranks, None, "")
-        named = self._kind(sent_by, reduction.options[-1], 1, all_reduce, repr(reduction.reduction_kind()))
-        return _encoded(named, reduction)
+        group, name = reduction.options[-1], repr(reduction.reduction_kind())
+        plain = self._kind(kind, group, 1, all_reduce, name)
+        return (
+            plain
+            if reduction.form is None
+            else _encoded(self._kind("all_to_all", group, 1, all_reduce, name), plain, reduction)
+        )
 
     def _kind(
         self, kind: str, group: str, parts: int, all_reduce_after: CollectiveKind | None, name: str

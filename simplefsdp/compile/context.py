@@ -29,7 +29,7 @@ from simplefsdp.compile.plan_step import PlanRequest, SearchRequest, reshard_dec
 from simplefsdp.frontend.sharding import ShardedModel, ShardedParameter
 from simplefsdp.frontend.validation import warn_of_split_buckets, warn_of_whole_parameters
 from simplefsdp.hardware.profile import HardwareProfile
-from simplefsdp.plan.bucket_plan import BucketPlan
+from simplefsdp.plan.bucket_plan import BucketPlan, WireFormats
 from simplefsdp.plan.grouping import BLOCK, Buckets, GroupingRequest
 
 log = logging.getLogger("simplefsdp")
@@ -58,6 +58,10 @@ class CompilationContext:
     """Whether matmuls may make gradients in the dtype of their reduction."""
     compile_once: bool
     """Whether compute that repeats is compiled once."""
+    wire: tuple[WireFormats, ...]
+    """The wire formats of the models' parameters."""
+    narrows: bool
+    """Whether a plan may drop wire formats."""
     equivalent_groups: EquivalentGroups
     """The process groups of the parameters' meshes."""
     key: str
@@ -117,7 +121,9 @@ def compilation_context(
     equivalent = _equivalent_groups(values)
     prefetch = request.prefetch if isinstance(request, GroupingRequest) else None
     once = options.compile_once and not uses_cpp_wrapper(options.inductor)
-    asked = options.report_dir is not None, profile, options.cast_in_matmuls, once, sorted(equivalent.items())
+    wire = _wire(params)
+    narrow = options.wire == "auto"
+    asked = options.report_dir is not None, profile, options.cast_in_matmuls, once, narrow, sorted(equivalent.items())
     groups = dict.fromkeys(group.name for info in found.values() for group in info.communication.groups)
     grouping = [*map(issues_groups, groups)]
     inputs = repr((sorted(params.items()), prefetch, buckets, parameters, shapes, common_facts, asked, grouping))
@@ -136,10 +142,18 @@ def compilation_context(
         profile=profile,
         cast_in_matmuls=_casts_in_matmuls(options, device),
         compile_once=once,
+        wire=wire,
+        narrows=narrow,
         equivalent_groups=equivalent,
         key=key,
         report=_report(options, key, example_inputs, nodes),
     )
+
+
+def _wire(params: Mapping[int, GraphParameter]) -> tuple[WireFormats, ...]:
+    """Return the wire formats of the graph's parameters that have one."""
+    every = (WireFormats(param.fqn, param.gather_format, param.reduce_format) for param in params.values())
+    return tuple(dict.fromkeys(each for each in every if each.gather or each.reduce))
 
 
 def _casts_in_matmuls(options: Options, device: torch.device | None) -> bool:

@@ -31,6 +31,7 @@ PASS_SLOTS = (
 )
 """Names in Inductor's configuration that hold the passes."""
 _PLANS = ("auto", "greedy", "block", "none")
+_WIRES = ("given", "auto")
 _LOWERINGS = ("inductor", "aot_eager")
 _CALIBRATE = "`torchrun ... -m simplefsdp calibrate` with as many ranks"
 
@@ -66,6 +67,10 @@ class Options:
     compile_once: bool = True
     """Compile compute that repeats, as that of equal blocks does, once, so that a first step grows less with depth. Not
     with ``plan="none"``, and not where TorchInductor generates C++ around its kernels (``cpp_wrapper``)."""
+    wire: str = "given"
+    """``"given"``: what has a wire format (``simple_fsdp(wire=...)``) travels in it. ``"auto"``, with ``plan="auto"``
+    or a plan that was saved with it: only what compute cannot hide otherwise, the fewest bytes for the shortest
+    predicted step; the rest travels as it is."""
     inductor: Mapping[str, Any] = field(default_factory=dict)
     """Inductor configuration for this compilation only."""
 
@@ -90,6 +95,10 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
         raise ValueError("option 'lower_with': " + unknown("lowering", parsed.lower_with, _LOWERINGS))
     if parsed.report_dir is not None and not isinstance(parsed.report_dir, str | Path):
         raise TypeError(f"option 'report_dir': expected a path, found {parsed.report_dir!r}")
+    if parsed.wire not in _WIRES:
+        raise ValueError("option 'wire': " + unknown("choice", parsed.wire, _WIRES))
+    if parsed.wire == "auto" and parsed.plan in ("greedy", "block", "none"):
+        raise ValueError(f"option 'wire'='auto': needs plan='auto' or a saved plan, found plan={parsed.plan!r}")
     for name in ("cast_in_matmuls", "compile_once"):
         if not isinstance(value := getattr(parsed, name), bool):
             raise TypeError(f"option {name!r}: expected True or False, found {value!r}")
@@ -160,7 +169,11 @@ def requested(
             return BLOCK  # of nothing
         if profile is not None:
             return SearchRequest(
-                str(plan), profile, None if budget is None else parse_bytes(budget), device_memory_bytes(device)
+                str(plan),
+                profile,
+                None if budget is None else parse_bytes(budget),
+                device_memory_bytes(device),
+                options.wire == "auto",
             )
     if plan == "greedy" or budget is not None:
         asked = "'plan'='greedy'" if plan == "greedy" else "'memory_budget'"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from inductor_passes.bucket import assign, bucket, let_none_work_in_place_on_the_input_of_another
+from inductor_passes.bucket import assign, bucket, drop_formats, let_none_work_in_place_on_the_input_of_another
 from inductor_passes.collectives import Collective, GraphParameter, identify, reductions
 from inductor_passes.compile_once import compile_once, render_bodies
 from inductor_passes.matmul_casts import cast_in_matmuls
@@ -186,8 +186,11 @@ class Passes:
             tuple(fqn for fqn, _ in self.given.parameters if fqn in unsharded),
             self.given.state,
             frozenset(param.fqn for param in params.values()),
+            self.given.wire,
         )
-        plan, costs, replayed, prediction = plan_step(self.given.request, step, self.given.profile)
+        plan, costs, replayed, prediction = plan_step(
+            self.given.request, step, self.given.profile, narrows=self.given.narrows
+        )
         predicted = ""
         if prediction is not None and costs is not None:
             trace_artifact("simplefsdp_prediction", prediction.to_json)
@@ -197,8 +200,9 @@ class Passes:
                 self._dump_text(name, text)
         self.notes.summaries.append(f"plan {plan.hash}: {before} -> {plan.collectives(uses)} collectives{predicted}")
         trace_artifact("simplefsdp_plan", plan.to_json)
-        assign(forward, plan.forward, plan.reductions)
-        assign(backward, plan.backward, plan.reductions)
+        for graph, gathers in ((forward, plan.forward), (backward, plan.backward)):
+            assign(graph, gathers, plan.reductions)
+            drop_formats(graph, *({each.fqn for each in plan.wire if each[place]} for place in (1, 2)))
         self._dump_text("plan.json", plan.to_json())
 
     def _dump(self, step: str, graph: Graph) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,13 +13,14 @@ from inductor_passes.scheduling.bucket_form import with_cheapest_forms
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.issue_points import buckets_of, schedule_of
 from inductor_passes.scheduling.keep_unsharded import choose_unsharded
+from inductor_passes.scheduling.narrow import Narrowed, choose_narrowed, narrowed
 from inductor_passes.scheduling.replay import Timeline
 from inductor_passes.scheduling.search import TIME_TOLERANCE, greedy_schedule, least_memory_schedule, search_schedule
 from inductor_passes.scheduling.slack import with_slack
 from simplefsdp.analysis.prediction import Prediction, StepCosts, StepState, predict, step_costs, timelines
 from simplefsdp.frontend.sharding import Reshard
 from simplefsdp.hardware.profile import HardwareProfile
-from simplefsdp.plan.bucket_plan import BucketPlan, GraphUses
+from simplefsdp.plan.bucket_plan import BucketPlan, GraphUses, WireFormats
 from simplefsdp.plan.grouping import BLOCK, Buckets, GroupingRequest, resolve_plan
 
 log = logging.getLogger("simplefsdp")
@@ -44,6 +45,8 @@ class SearchRequest:
     """Bytes of the highest peak; ``None``: no budget."""
     device_bytes: int | None = None
     """Bytes of a GPU's memory: the limit where there is no budget."""
+    narrows: bool = False
+    """Whether only what compute cannot hide travels in the wire format that it has."""
 
 
 PlanRequest = GroupingRequest | SearchRequest | BucketPlan
@@ -68,6 +71,8 @@ class StepToPlan:
     """Memory and work of a step for the parameters, outside of its graphs."""
     used: frozenset[str]
     """FQNs of the parameters that these graphs use."""
+    wire: tuple[WireFormats, ...] = ()
+    """Wire formats of the parameters that have one."""
 
 
 class PlannedStep(NamedTuple):
@@ -80,15 +85,20 @@ class PlannedStep(NamedTuple):
     prediction: Prediction | None
 
 
-def plan_step(request: PlanRequest, step: StepToPlan, profile: HardwareProfile | None) -> PlannedStep:
+def plan_step(
+    request: PlanRequest, step: StepToPlan, profile: HardwareProfile | None, *, narrows: bool = False
+) -> PlannedStep:
     """Return the plan of a step and its prediction; the backend and ``simplefsdp plan`` both call this.
+
+    Args:
+        narrows: whether a given ``BucketPlan`` may drop wire formats of the model.
 
     Raises:
         ValueError: a given ``BucketPlan`` does not fit the model or contradicts itself, or a memory budget cannot be
             met.
     """
     if isinstance(request, BucketPlan):
-        request.check_fits(dict(step.parameters), step.keep_unsharded, step.used)
+        request.check_fits(dict(step.parameters), step.keep_unsharded, step.used, step.wire, may_drop=narrows)
         request.check_order(step.uses)
         plan = request
     elif isinstance(request, SearchRequest):
@@ -97,6 +107,7 @@ def plan_step(request: PlanRequest, step: StepToPlan, profile: HardwareProfile |
         plan = _block_or_manual(request.prefetch, step)
     if profile is None:
         return PlannedStep(plan, None, (), None)
+    step = replace(step, cost_graphs=[narrowed(graph, _narrowed_by(plan.wire)) for graph in step.cost_graphs])
     costs = step_costs(step.cost_graphs, step.state, profile, memory_limit(request, step.state.resident_bytes))
     replayed = timelines(plan, step.cost_graphs)
     return PlannedStep(plan, costs, replayed, predict(plan, costs, replayed))
@@ -109,7 +120,10 @@ def search_plan(request: SearchRequest, step: StepToPlan) -> BucketPlan:
         ValueError: the memory budget cannot be met; says how many bytes are the least. A device that is too small is a
             warning.
     """
-    graphs, resident = step.cost_graphs, step.state.resident_bytes
+    resident = step.state.resident_bytes
+    if request.narrows and step.wire:
+        step = _with_fewest_formats(step, memory_limit(request, resident))
+    graphs = step.cost_graphs
     position = {fqn: i for i, (fqn, _) in enumerate(step.parameters)}
     known = _block_or_manual(BLOCK.prefetch, step)
     limit = memory_limit(request, resident)
@@ -142,12 +156,38 @@ def search_plan(request: SearchRequest, step: StepToPlan) -> BucketPlan:
     (forward, _), (backward, reductions) = (
         buckets_of(graph, schedule, position) for graph, schedule in zip(graphs, schedules, strict=True)
     )
-    return _with_forms(BucketPlan(forward, backward, reductions, step.keep_unsharded, step.parameters), graphs)
+    plan = BucketPlan(forward, backward, reductions, step.keep_unsharded, step.parameters, step.wire)
+    return _with_forms(plan, graphs)
+
+
+def _with_fewest_formats(step: StepToPlan, limit: float) -> StepToPlan:
+    """Return the step in which only those wire formats are left without which it would be slower."""
+    chosen = choose_narrowed(step.cost_graphs, limit)
+    wire = [
+        each._replace(
+            gather=each.gather if each.fqn in chosen.gathers else None,
+            reduce=each.reduce if each.fqn in chosen.reductions else None,
+        )
+        for each in step.wire
+    ]
+    return replace(
+        step,
+        cost_graphs=[narrowed(graph, chosen) for graph in step.cost_graphs],
+        wire=tuple(each for each in wire if each.gather or each.reduce),
+    )
+
+
+def _narrowed_by(wire: Iterable[WireFormats]) -> Narrowed:
+    formats = tuple(wire)
+    return Narrowed(
+        frozenset(each.fqn for each in formats if each.gather), frozenset(each.fqn for each in formats if each.reduce)
+    )
 
 
 def _block_or_manual(prefetch: int, step: StepToPlan) -> BucketPlan:
     """Return the plan for the buckets of a request, each in the form that is the cheapest; packed without a profile."""
     plan = resolve_plan(prefetch, step.buckets, step.uses, step.parameters, step.keep_unsharded)
+    plan = replace(plan, wire=step.wire)
     return _with_forms(plan, step.cost_graphs) if step.cost_graphs else plan
 
 

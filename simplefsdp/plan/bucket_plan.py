@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+from inductor_passes.ops.wire_formats import GATHER_FORMATS, REDUCE_FORMATS
 from inductor_passes.scheduling.issue_points import Bucket, Form, check_points
 from simplefsdp.text.json_fields import read_file
 from simplefsdp.text.messages import fqn_range, unknown
@@ -36,6 +37,14 @@ class GraphUses(NamedTuple):
     """Parameters whose reduce-scatter an all-reduce follows."""
 
 
+class WireFormats(NamedTuple):
+    """The wire formats of a parameter; ``None``: its weight, or its gradient, travels as it is."""
+
+    fqn: str
+    gather: str | None
+    reduce: str | None
+
+
 @dataclass(frozen=True)
 class BucketPlan:
     """The exact schedule of a step: each collective of its forward and backward graph, when it is issued and awaited.
@@ -53,6 +62,8 @@ class BucketPlan:
     """Parameters that stay unsharded from forward to backward."""
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     """FQN and shape of every parameter of the model, in registration order."""
+    wire: tuple[WireFormats, ...] = ()
+    """The wire formats of the parameters that have one, in registration order."""
 
     @property
     def hash(self) -> str:
@@ -109,6 +120,7 @@ class BucketPlan:
             "parameters": {fqn: list(shape) for fqn, shape in self.parameters},
             "keep_unsharded": list(self.keep_unsharded),
             **{direction: [described(bucket) for bucket in getattr(self, direction)] for direction in _DIRECTIONS},
+            **({"wire": {each.fqn: [each.gather, each.reduce] for each in self.wire}} if self.wire else {}),
         }
 
     def explain(self) -> str:
@@ -127,18 +139,30 @@ class BucketPlan:
                 share = sum(numel[fqn] for fqn in bucket.fqns) / max(1, total)
                 points = _reduction_points(bucket) if direction == "reductions" else _gather_points(bucket)
                 form = ", grouped" if bucket.form == "grouped" else ""
+                place = WireFormats._fields.index("reduce" if direction == "reductions" else "gather")
+                sent = sorted({str(each[place]) for each in self.wire if each.fqn in bucket.fqns} - {"None"})
+                form += f", sent as {' and '.join(sent)}" if sent else ""
                 lines.append(f"  {share:6.1%}  {fqn_range(bucket.fqns)}: {points}{form}")
         return "\n".join(lines)
 
     def check_fits(
-        self, parameters: Mapping[str, tuple[int, ...]], keep_unsharded: Iterable[str], used: Collection[str]
+        self,
+        parameters: Mapping[str, tuple[int, ...]],
+        keep_unsharded: Iterable[str],
+        used: Collection[str],
+        wire: Iterable[WireFormats] = (),
+        *,
+        may_drop: bool = False,
     ) -> None:
-        """Raise ``ValueError`` that lists every parameter whose shape or resharding differs between plan and model.
+        """Raise ``ValueError`` that lists every parameter whose shape, resharding or wire format differs between plan
+        and model.
 
         Args:
             parameters: FQN and shape of all parameters of the model.
             keep_unsharded: FQNs of the parameters that stay unsharded from forward to backward.
             used: FQNs of the parameters that the graph at hand uses.
+            wire: wire formats of the parameters.
+            may_drop: whether a parameter may travel as it is although the model gives it a format.
         """
         planned = dict(self.parameters)
         problems = [f"{fqn}: not in the plan" for fqn in parameters if fqn not in planned]
@@ -154,6 +178,14 @@ class BucketPlan:
                 planned_as = "kept unsharded" if fqn in self.keep_unsharded else "resharded"
                 problems.append(
                     f"{fqn}: {planned_as} after forward in the plan, not in the model (reshard_after_forward)"
+                )
+        given = {each.fqn: each[1:] for each in wire}
+        chosen = {each.fqn: each[1:] for each in self.wire}
+        for fqn in (fqn for fqn in parameters if fqn in used):
+            pairs = zip(chosen.get(fqn, (None, None)), given.get(fqn, (None, None)), strict=True)
+            if any(mine != theirs and not (may_drop and mine is None) for mine, theirs in pairs):
+                problems.append(
+                    f"{fqn}: travels as {chosen.get(fqn)} in the plan, as {given.get(fqn)} in the model (wire)"
                 )
         if problems:
             raise ValueError("plan: does not fit this model:\n  " + "\n  ".join(problems))
@@ -198,7 +230,7 @@ def _parsed(data: Any, where: str) -> BucketPlan:
 
     need(isinstance(data, dict), "plan", "an object", data)
     need(data.get("version") == _VERSION, "version", str(_VERSION), data.get("version"))
-    known = {"version", "hash", "parameters", "keep_unsharded", *_DIRECTIONS}
+    known = {"version", "hash", "parameters", "keep_unsharded", *_DIRECTIONS, "wire"}
     for field in data:
         if field not in known:
             raise ValueError(f"{where}: " + unknown("field", field, sorted(known)))
@@ -238,10 +270,22 @@ def _parsed(data: Any, where: str) -> BucketPlan:
         fqns([fqn for bucket in result for fqn in bucket.fqns], direction)
         return tuple(result)
 
+    def wire_formats() -> tuple[WireFormats, ...]:
+        found = data.get("wire", {})
+        need(isinstance(found, dict), "wire", "an object of formats", found)
+        for fqn, formats in found.items():
+            need(fqn in parameters, "wire", "FQNs of parameters", fqn)
+            right = isinstance(formats, list) and len(formats) == 2
+            need(right, f"wire.{fqn}", "a format, or null, for the gather and one for the reduction", formats)
+            for name, valid in zip(formats, (GATHER_FORMATS, REDUCE_FORMATS), strict=True):
+                need(name is None or name in valid, f"wire.{fqn}", f"one of {', '.join(valid)}, or null", name)
+        return tuple(WireFormats(fqn, *found[fqn]) for fqn in parameters if fqn in found)
+
     return BucketPlan(
         forward=buckets("forward"),
         backward=buckets("backward"),
         reductions=buckets("reductions"),
         keep_unsharded=fqns(data.get("keep_unsharded"), "keep_unsharded"),
         parameters=tuple((fqn, tuple(shape)) for fqn, shape in parameters.items()),
+        wire=wire_formats(),
     )

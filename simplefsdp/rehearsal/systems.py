@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from simplefsdp.api import simple_fsdp
 from simplefsdp.frontend.sharding import Reshard
+from simplefsdp.frontend.wire_format import WireFormat
 from simplefsdp.hardware.profile import HardwareProfile
 from simplefsdp.plan.grouping import block_buckets, block_of, blocks
 
@@ -44,18 +45,20 @@ def simplefsdp_system(
     inductor: Mapping[str, Any] | None = None,
     budget: int | None = None,
     reshard: Reshard | None = None,
+    wire: WireFormat | None = None,
 ) -> System:
     """Return this library as a system, with a plan.
 
     Args:
         budget: memory budget in bytes, for plans that are searched for.
         reshard: ``reshard_after_forward``, in place of the setting that all systems share.
+        wire: the format of all weights and gradients.
     """
 
     def wrap(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
         mesh, mp_policy, reshards, profile = parallelism
         chosen = reshards if reshard is None else reshard
-        simple_fsdp(model, mesh, mp_policy=mp_policy, reshard_after_forward=chosen)
+        simple_fsdp(model, mesh, mp_policy=mp_policy, reshard_after_forward=chosen, wire=wire)
         options: Any = {"plan": plan, "inductor": dict(inductor or {}), "memory_budget": budget}
         if plan != "none":
             options["profile"] = profile

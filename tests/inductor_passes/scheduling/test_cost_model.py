@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.cost_model import cost_graph_of, node_costs
 from inductor_passes.scheduling.issue_points import Schedule, ScheduledBucket
 from inductor_passes.scheduling.replay import replay
-from simplefsdp import simple_fsdp
+from simplefsdp import WireFormat, simple_fsdp
 from tests.graphs import capture
 
 pytestmark = pytest.mark.usefixtures("one_of_four")
@@ -40,7 +41,8 @@ class Rates:
 
     def collective_s(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
         assert list(ranks) == [0, 1, 2, 3]
-        return {"all_gather": 1.0, "reduce_scatter": 2.0, "all_reduce": 3.0}[kind] * (1 + nbytes / 100)
+        factor = {"all_gather": 1.0, "reduce_scatter": 2.0, "all_reduce": 3.0, "all_to_all": 4.0}[kind]
+        return factor * (1 + nbytes / 100)
 
 
 class Gated(nn.Module):
@@ -273,3 +275,22 @@ def test_lengths_that_are_not_fixed_count_as_the_first_and_set_no_guard() -> Non
     assert all(
         type(number) in (int, float) for graph in found for number in (*graph.seconds, *graph.live_bytes_in_step)
     )
+
+
+def test_a_wire_format_is_fewer_bytes_over_the_collective_that_carries_it() -> None:
+    plain = cost_graphs(Gated(), torch.ones(4, 8))
+    with mock.patch("simplefsdp.compile.passes.bucket"):  # costs are those of the graph before its members are encoded
+        found = cost_graphs(Gated(), torch.ones(4, 8), wire=WireFormat("int8", "int4"))
+    before, after = ((*forward.gathers, *backward.reductions) for forward, backward in (plain, found))
+    for wide, narrow in zip(before, after, strict=True):
+        kind = narrow.kind
+        assert kind.plain is not None
+        assert kind.plain._replace(name=wide.kind.name) == wide.kind
+        assert narrow.nbytes == wide.nbytes
+        assert kind.member_s is None
+    gather, reduction = found[0].gathers[0].kind, found[1].reductions[0].kind
+    assert (gather.form, gather.wire) == ("int8", pytest.approx((128 + 4) / 512))
+    assert (reduction.form, reduction.wire) == ("int4", pytest.approx((64 + 4) / 512))
+    assert gather.s_per_byte == pytest.approx(plain[0].gathers[0].kind.s_per_byte * gather.wire)
+    assert reduction.s_per_byte == pytest.approx(4 / 100 * reduction.wire)  # an all-to-all, by ``Rates``
+    assert reduction.alpha_s == 4.0

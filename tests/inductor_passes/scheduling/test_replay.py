@@ -295,3 +295,26 @@ def test_the_bound_is_reached_where_nothing_can_be_hidden() -> None:
     assert lower_bound(fast) == pytest.approx(9.0)
     slow = forward(CollectiveKind("shard", 1.0, 10.0))
     assert lower_bound(slow) == pytest.approx(1.0 + 300.0 + 3.0)
+
+
+def test_a_weight_in_a_wire_format_is_small_until_it_is_decoded() -> None:
+    kind = SLOW._replace(s_per_byte=0.02, copy_s_per_byte=0.01, shard=0.5, form="int8", wire=0.2)
+    timeline = replay(forward(kind), Schedule((ScheduledBucket((0,), 0, 0), ScheduledBucket((1, 2), 0, 1)), ()))
+    # Half of 10 and of 20 bytes are encoded, 10 and 20 bytes decoded; 1.2 and 1.4 s on the way.
+    assert timeline.seconds == pytest.approx(0.05 + 0.1 + 9.0 + (1.2 - 0.1) + 0.1 + 0.2)
+    # In slot 0: 2 + 4 bytes received, 1 + 2 sent, and the first 10 bytes decoded beside the 2.
+    assert timeline.memory[0] == max(50 + 6 + 2 + 10, 100 + 10 + 4 + 2)
+    # Then the 4 beside 20 decoded bytes, and the first weight.
+    assert timeline.memory[1] == max(60 + 10 + 4 + 20, 200 + 10 + 20)
+
+
+def test_a_gradient_in_a_wire_format_has_a_buffer_to_send_and_one_to_receive() -> None:
+    kind = SLOW._replace(s_per_byte=0.02, copy_s_per_byte=0.01, form="int8", wire=0.2)
+    schedule = Schedule((), tuple(ScheduledBucket((i,), i + 1, 4) for i in range(3)))
+    timeline = replay(backward(kind), schedule)
+    # 10 bytes are encoded in 0.1 s; the last transfer is exposed, and its 2 received bytes are added up in 0.01 s.
+    assert timeline.seconds == pytest.approx(9.0 + 3 * 0.1 + 1.2 + 0.01)
+    # The gradient of 10 bytes makes room for two buffers of 2 bytes and the reduced shard.
+    assert timeline.memory[0] == 10
+    assert timeline.memory[1] == 5 + 10
+    assert timeline.memory[2] == 10 + 10

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from inductor_passes.collectives import BUCKET, FQNS
 from inductor_passes.scheduling.issue_points import Schedule, schedule_of
 from inductor_passes.scheduling.search import greedy_schedule, search_schedule
-from simplefsdp import BucketPlan, manual_plan, simple_fsdp
+from simplefsdp import BucketPlan, WireFormat, manual_plan, simple_fsdp
 from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import parse_options
 from simplefsdp.compile.plan_step import device_memory_bytes
@@ -30,9 +30,14 @@ from tests.ranks import Ranks, fake_group
 
 
 def planned(
-    folder: Path, plan: Any = "auto", model: nn.Module | None = None, reshard: Any = True, **options: Any
+    folder: Path,
+    plan: Any = "auto",
+    model: nn.Module | None = None,
+    reshard: Any = True,
+    formats: WireFormat | None = None,
+    **options: Any,
 ) -> BucketPlan:
-    model = simple_fsdp(tiny_llama() if model is None else model, reshard_after_forward=reshard)
+    model = simple_fsdp(tiny_llama() if model is None else model, reshard_after_forward=reshard, wire=formats)
     options = {"profile": PROFILE} | options | {"plan": plan, "lower_with": "aot_eager", "report_dir": str(folder)}
     torch._dynamo.reset()
     torch.compile(model, backend="simplefsdp", options=options)(*batch(0, 0)).backward()
@@ -234,6 +239,8 @@ def test_profile_budget_and_planner_are_in_the_cache_key_and_compared(tmp_path: 
         ({"profile": PROFILE, "memory_budget": -1}, ValueError, "option 'memory_budget': expected bytes, as"),
         ({"profile": PROFILE, "memory_budget": True}, ValueError, "option 'memory_budget': expected bytes, as"),
         ({"profile": PROFILE, "memory_budget": 1.5}, ValueError, "option 'memory_budget': expected bytes, as"),
+        ({"wire": "int8"}, ValueError, "option 'wire': unknown choice 'int8' (valid: 'given', 'auto')"),
+        ({"wire": "auto", "plan": "block"}, ValueError, "option 'wire'='auto': needs plan='auto' or a saved plan"),
     ],
 )
 @pytest.mark.usefixtures("one_of_four")
@@ -295,6 +302,25 @@ def test_evaluation_has_a_plan_of_its_own(tmp_path: Path, name: str) -> None:
     found = BucketPlan.load(path)
     assert sum(len(bucket.fqns) for bucket in found.forward) == len(list(model.parameters()))
     assert found.backward == found.reductions == ()
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_only_what_cannot_be_hidden_travels_in_its_format(tmp_path: Path) -> None:
+    formats = WireFormat(gather="int8", reduce="int8")
+    found = {}
+    for name, rate in (("slow", 1e6), ("some", 3e8), ("fast", 1e13)):
+        network = flat(name, 4, alpha_s=1e-6, bandwidth_bytes_per_s=rate, source="made up")
+        options: Any = {"profile": replace(PROFILE, network=network), "wire": "auto"}
+        found[name] = planned(tmp_path / name, formats=formats, **options)
+    fqns = {fqn for fqn, _ in tiny_llama().named_parameters()}
+    assert {each.fqn for each in found["slow"].wire} == fqns
+    assert not found["fast"].wire
+    given = planned(tmp_path / "given", formats=formats)
+    assert {each[1:] for each in given.wire} == {("int8", "int8")}
+    again = planned(tmp_path / "again", found["fast"], formats=formats, wire="auto")
+    assert again == found["fast"]
+    with pytest.raises(Exception, match=r"travels as None in the plan, as \('int8', 'int8'\) in the model"):
+        planned(tmp_path / "refused", found["fast"], formats=formats)
 
 
 class Scaled(nn.Module):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import expecttest
 import hypothesis.strategies as st
@@ -10,7 +11,7 @@ from hypothesis import given
 
 from inductor_passes.scheduling.issue_points import Bucket
 from simplefsdp import BucketPlan, manual_plan
-from simplefsdp.plan.bucket_plan import GraphUses
+from simplefsdp.plan.bucket_plan import GraphUses, WireFormats
 from simplefsdp.plan.grouping import block_buckets, blocks, resolve_plan
 
 PARTS = st.sampled_from(["layers", "0", "1", "weight", "norm"])
@@ -318,6 +319,10 @@ def test_packing_order_and_order_of_use_are_not_the_same():
             "backward[0].wait: expected an FQN of a parameter, or null",
         ),
         ({"reductions": [{"parameters": ["a"]}, {"parameters": ["a"]}]}, "reductions: expected each FQN once"),
+        ({"wire": [["a", "int8", None]]}, "wire: expected an object of formats"),
+        ({"wire": {"b": ["int8", None]}}, "wire: expected FQNs of parameters, found 'b'"),
+        ({"wire": {"a": "int8"}}, "wire.a: expected a format, or null, for the gather and one for the reduction"),
+        ({"wire": {"a": ["int4", None]}}, "wire.a: expected one of bf16, fp8, int8, or null, found 'int4'"),
     ],
 )
 def test_bad_files_are_named_by_field(tmp_path, change, message):
@@ -353,6 +358,25 @@ def test_a_plan_for_another_model_lists_every_parameter_that_does_not_match():
         "  norm.weight: shape (4, 4) in the plan, (7,) in the model",
         "  out.weight: resharded after forward in the plan, not in the model (reshard_after_forward)",
     ]
+
+
+def test_wire_formats_are_part_of_a_plan(tmp_path):
+    formats = (WireFormats("tok.weight", "fp8", None), WireFormats("norm.weight", "int8", "int4-hadamard"))
+    narrow = replace(plan(), wire=formats)
+    assert narrow.hash != plan().hash
+    narrow.save(tmp_path / "plan.json")
+    assert BucketPlan.load(tmp_path / "plan.json") == narrow
+    assert "sent as fp8" in narrow.explain()
+    assert "sent as int4-hadamard" in narrow.explain()
+    assert "sent as" not in plan().explain()
+    fits = dict(plan().parameters)
+    narrow.check_fits(fits, LLAMA[:1], LLAMA, formats)
+    plan().check_fits(fits, LLAMA[:1], LLAMA, formats, may_drop=True)
+    for one, of_model in ((plan(), formats), (narrow, formats[:1]), (narrow, ())):
+        with pytest.raises(ValueError, match=r"norm.weight: travels as .* in the plan, as .* in the model \(wire\)"):
+            one.check_fits(fits, LLAMA[:1], LLAMA, of_model)
+    with pytest.raises(ValueError, match=r"tok.weight: travels as \('fp8', None\) in the plan, as None in the model"):
+        narrow.check_fits(fits, LLAMA[:1], LLAMA, (), may_drop=True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,178 @@
+"""Steps in each wire format, on one rehearsed rank: the same model, planner and network.
+
+    python -m benchmarks.wire                              # three scenarios, a quarter of an hour
+    python -m benchmarks.wire --scenarios bandwidth --rounds 3
+    python -m benchmarks.wire --gbit 0.25                  # two gloo ranks over a link of that rate; needs root and tc
+
+Scenarios are those of ``benchmarks.overlap``, with their model in fp32; ``narrow`` is ``bandwidth`` with half of the
+bandwidth, so that communication takes about twice as long as compute. Every system plans with ``plan="auto"``. Systems
+step in turn; printed are medians, and the median over rounds of the first system's step divided by a system's. Bytes
+are those of the whole tensors that are gathered, reduced or exchanged in a step. Writes Markdown and JSON to
+benchmarks/results/.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from benchmarks.overlap import RESULTS, SCENARIOS, Scenario, prepared, restored_config
+from benchmarks.rate_limited import link, permitted, run
+from simplefsdp.frontend.wire_format import WireFormat
+from simplefsdp.hardware.profile import flat, network
+from simplefsdp.models import llama
+from simplefsdp.rehearsal.group import World
+from simplefsdp.rehearsal.systems import Parallelism, simplefsdp_system
+from simplefsdp.rehearsal.timing import TrainingRun, fresh_compile_cache, measure
+from simplefsdp.rehearsal.workload import Workload
+
+FORMATS = {
+    "none": None,
+    "bf16, bf16-fp32sum": WireFormat("bf16", "bf16-fp32sum"),
+    "fp8, fp8": WireFormat("fp8", "fp8"),
+    "fp8, int8": WireFormat("fp8", "int8"),
+    "int8, int8": WireFormat("int8", "int8"),
+    "int8, int8-hadamard": WireFormat("int8", "int8-hadamard"),
+    "int8, int4": WireFormat("int8", "int4"),
+    "int8, int4-hadamard": WireFormat("int8", "int4-hadamard"),
+}
+"""Formats of weights and gradients, by a name for both."""
+
+
+def _narrow() -> Scenario:
+    whole = network("cpu-bandwidth")
+    (link,) = {*whole.inside.values(), *whole.between.values()}
+    half = flat(
+        "cpu-bandwidth-halved",
+        whole.ranks,
+        alpha_s=link.alpha_s,
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / 2,
+        source="half of cpu-bandwidth",
+    )
+    return replace(SCENARIOS["bandwidth"], what="communication takes about twice as long as compute", network=half)
+
+
+def scenarios() -> Mapping[str, Scenario]:
+    return {"bandwidth": SCENARIOS["bandwidth"], "narrow": _narrow(), "hybrid": SCENARIOS["hybrid"]}
+
+
+def rehearse(name: str, scenario: Scenario, rounds: int) -> dict[str, Any]:
+    """Return the results of one scenario, measured in this process."""
+    chosen = scenario.network
+    with prepared(scenario) as (world, workload, predictions):
+        runs, predicted, sent = [], {}, {}
+        for what, wire in FORMATS.items():
+            predictions.found.clear()
+            with fresh_compile_cache(), restored_config():
+                one = TrainingRun(what, simplefsdp_system("auto", wire=wire), workload, world)
+                for _ in range(2):
+                    step = one.step(chosen)
+            runs.append(one)
+            predicted[what] = predictions.found[-1].step_s, predictions.found[-1].peak_bytes
+            sent[what] = sum(collective.nbytes for collective in step.collectives)
+            print(f"{name}: {what}: first step {one.first_step_s:.1f} s", file=sys.stderr)
+        results = measure(runs, chosen, rounds, lambda: None)
+    return {
+        "scenario": {**asdict(scenario), "network": chosen.name},
+        "rounds": rounds,
+        "results": [asdict(result) for result in results],
+        "predicted": predicted,
+        "sent_bytes": sent,
+    }
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Return the results of one scenario in Markdown."""
+    lines = [
+        "| gather, reduce | faster than none | step, ms | exposed, ms | communication, ms | compute, ms | sent, MiB | "
+        "peak, MiB | predicted step | predicted peak |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    first = found["results"][0]
+    for result in found["results"]:
+        step_s, peak = found["predicted"][result["system"]]
+        faster = statistics.median(a / b for a, b in zip(first["steps_s"], result["steps_s"], strict=True))
+        cells = [
+            f"{faster:.2f}x",
+            *(f"{1e3 * result[field]:.1f}" for field in ("step_s", "exposed_s", "communication_s", "compute_s")),
+            f"{found['sent_bytes'][result['system']] / 2**20:.1f}",
+            f"{result['peak_bytes'] / 2**20:.1f}",
+            f"{step_s / result['step_s']:.2f}",
+            f"{peak / result['peak_bytes']:.2f}",
+        ]
+        lines.append(f"| {result['system']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def train(what: str, steps: int) -> list[float]:
+    """Seconds of each step of this rank of a real process group."""
+    torch.set_num_threads(1)
+    world = World(None)
+    workload = Workload(
+        lambda: llama.build("debug", dim=192, layers=3, ffn_dim=576),
+        batch=4,
+        seq=128,
+        vocab_size=256,
+        device=torch.device("cpu"),
+        parallelism=Parallelism(init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(), True),
+    )
+    one = TrainingRun(what, simplefsdp_system("block", wire=FORMATS[what]), workload, world)
+    for _ in range(3):
+        one.step(None)
+    dist.barrier()
+    return [one.step(None).seconds for _ in range(steps)]
+
+
+def over_a_link(gbit: float, steps: int) -> str:
+    """Return, in Markdown, what two gloo ranks take for a step over a link of this rate, by format."""
+    lines = ["| gather, reduce | step, ms | faster than none |", "|---|---|---|"]
+    none = 0.0
+    with link(gbit * 1e9) as namespaces:
+        for what in FORMATS:
+            seconds = statistics.median(run(namespaces, train, what, steps, timeout_s=300, threads=1)[0])
+            none = none or seconds
+            lines.append(f"| {what} | {1e3 * seconds:.1f} | {none / seconds:.2f}x |")
+            print(lines[-1], file=sys.stderr)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.wire", description=__doc__.splitlines()[0])
+    parser.add_argument("--scenarios", default=",".join(scenarios()), help="names, separated by commas")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--gbit", type=float, help="rate of a real link, per second and way, instead of scenarios")
+    args = parser.parse_args()
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    if args.gbit is not None:
+        reason = permitted()
+        print(f"not measured: {reason}" if reason else over_a_link(args.gbit, args.rounds))
+        return
+    unknown = set(args.scenarios.split(",")) - set(scenarios())
+    if unknown:
+        parser.error(f"--scenarios: unknown {', '.join(sorted(unknown))}; there are {', '.join(scenarios())}")
+    measured = {}
+    parts = [f"# Wire formats\n\n{machine}. `python -m benchmarks.wire`; what the columns mean is in its docstring."]
+    for name in args.scenarios.split(","):
+        scenario = scenarios()[name]
+        measured[name] = rehearse(name, scenario, args.rounds)
+        parts.append(
+            f"## {name}\n\n{scenario.what}; one of {scenario.ranks} ranks on `{scenario.network.name}`, Llama "
+            f"{dict(scenario.model)}, 1 x {scenario.seq} tokens, fp32, {args.rounds} rounds\n\n{table(measured[name])}"
+        )
+        print(parts[-1], flush=True)
+    (RESULTS / "wire.json").write_text(json.dumps({"machine": machine, "measured": measured}, indent=1) + "\n")
+    (RESULTS / "wire.md").write_text("\n\n".join(parts) + "\n")
+
+
+if __name__ == "__main__":
+    main()
