@@ -7,6 +7,10 @@ has the number of steps as its number. Collectives are issued and awaited in slo
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
+
+from inductor_passes.ops.wire_formats import BLOCK, FORMATS
+
 
 class CollectiveKind(NamedTuple):
     """Costs of a collective; collectives of one kind can be merged."""
@@ -39,6 +43,23 @@ class CollectiveKind(NamedTuple):
 
     def seconds(self, nbytes: int) -> float:
         return self.alpha_s + nbytes * self.s_per_byte
+
+    def in_format(self, form: str, dtype: torch.dtype, plain: "CollectiveKind") -> "CollectiveKind":
+        """Return the kind of a collective of this kind that carries values of ``dtype`` in a wire format.
+
+        Args:
+            plain: the kind of the collective that carries the values as they are.
+        """
+        wire = FORMATS[form].nbytes(BLOCK) / BLOCK / dtype.itemsize
+        return self._replace(
+            s_per_byte=self.s_per_byte * wire,
+            issue_s_per_byte=self.issue_s_per_byte * wire,
+            copy_s_per_byte=self.copy_s_per_byte * (1 + wire) / 2,
+            member_s=None,
+            form=form,
+            wire=wire,
+            plain=plain,
+        )
 
     def sent(self, nbytes: int) -> int:
         """Return the bytes on the wire, and so of the collective's buffer, of a whole tensor of ``nbytes``."""

@@ -34,7 +34,6 @@ from inductor_passes.collectives import (
 from inductor_passes.fusion import can_be_reduced_in_place, is_fused, is_view, storage_of
 from inductor_passes.ops.accumulate import ADD_UP
 from inductor_passes.ops.offload import TO_DEVICE, TO_HOST
-from inductor_passes.ops.wire_formats import BLOCK, FORMATS
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 from inductor_passes.scheduling.memory import live_bytes
 from inductor_passes.scheduling.order_items import compute_positions, graph_items
@@ -368,26 +367,15 @@ def _leaves_the_device(reduced: Node) -> bool:
     return any(user.target is TO_HOST or _leaves_the_device(user) for user in reduced.users if is_deterministic(user))
 
 
-def _encoded(encoded: CollectiveKind, plain: CollectiveKind, collective: Collective) -> CollectiveKind:
-    """Return the kind of a collective: in its wire format, if it has one, with fewer bytes, and not in a group.
+def _in_format(collective: Collective, carrier: CollectiveKind, plain: CollectiveKind) -> CollectiveKind:
+    """Return the kind of a collective in its wire format, if it has one.
 
     Args:
-        encoded: the kind of the collective that carries encoded values, by their bytes.
+        carrier: the kind of a collective that would carry as many bytes as ``plain``.
         plain: the kind of the collective as it is.
     """
     form = collective.form
-    if form is None:
-        return plain
-    wire = FORMATS[form].nbytes(BLOCK) / BLOCK / collective.input.meta["val"].dtype.itemsize
-    return encoded._replace(
-        s_per_byte=encoded.s_per_byte * wire,
-        issue_s_per_byte=encoded.issue_s_per_byte * wire,
-        copy_s_per_byte=encoded.copy_s_per_byte * (1 + wire) / 2,
-        member_s=None,
-        form=form,
-        wire=wire,
-        plain=plain,
-    )
+    return plain if form is None else carrier.in_format(form, collective.input.meta["val"].dtype, plain)
 
 
 class _Kinds(NamedTuple):
@@ -397,9 +385,8 @@ class _Kinds(NamedTuple):
     equivalent: EquivalentGroups
 
     def of_gather(self, gather: Collective) -> CollectiveKind:
-        group = gather.options[-1]
-        plain = self._kind("all_gather", group, 1, None, repr(gather.options))
-        return _encoded(plain._replace(name=repr(gather.gather_kind())), plain, gather)
+        plain = self._kind("all_gather", gather.options[-1], 1, None, repr(gather.options))
+        return _in_format(gather, plain._replace(name=repr(gather.gather_kind())), plain)
 
     def of_reduction(self, reduction: Collective) -> CollectiveKind:
         kind = "reduce_scatter" if reduction.node.target is REDUCE_SCATTER else "all_reduce"
@@ -409,11 +396,9 @@ class _Kinds(NamedTuple):
             all_reduce = self._kind("all_reduce", reduction.all_reduce_after.options[-1], ranks, None, "")
         group, name = reduction.options[-1], repr(reduction.reduction_kind())
         plain = self._kind(kind, group, 1, all_reduce, name)
-        return (
-            plain
-            if reduction.form is None
-            else _encoded(self._kind("all_to_all", group, 1, all_reduce, name), plain, reduction)
-        )
+        if reduction.form is None:
+            return plain
+        return _in_format(reduction, self._kind("all_to_all", group, 1, all_reduce, name), plain)
 
     def _kind(
         self, kind: str, group: str, parts: int, all_reduce_after: CollectiveKind | None, name: str

@@ -9,6 +9,9 @@ import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import torch
+
+from inductor_passes.ops.wire_formats import DTYPES
 from inductor_passes.scheduling.cost_graph import CostGraph, Gather, Reduction
 from inductor_passes.scheduling.search import QUICK, TIME_TOLERANCE, search_schedule
 
@@ -31,6 +34,18 @@ def narrowed(graph: CostGraph, chosen: Narrowed) -> CostGraph:
             r if r.fqn in chosen.reductions else r._replace(kind=r.kind.plain or r.kind) for r in graph.reductions
         ),
     )
+
+
+def gathered_in(graph: CostGraph, form: str) -> CostGraph:
+    """Return the graph with all weights that have no wire format gathered in format ``form``."""
+
+    def narrow(gather: Gather) -> Gather:
+        kind, dtype = gather.kind, getattr(torch, gather.dtype.removeprefix("torch."), None)
+        if kind.form is not None or dtype not in DTYPES:
+            return gather
+        return gather._replace(kind=kind.in_format(form, dtype, kind)._replace(name=f"{kind.name} {form} {dtype}"))
+
+    return graph._replace(gathers=tuple(map(narrow, graph.gathers)))
 
 
 def all_narrowed(graphs: Sequence[CostGraph]) -> Narrowed:

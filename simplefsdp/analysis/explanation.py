@@ -9,6 +9,7 @@ from typing import Any
 
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.keep_unsharded import choose_unsharded, keep_unsharded
+from inductor_passes.scheduling.narrow import gathered_in
 from inductor_passes.scheduling.replay import Timeline
 from inductor_passes.scheduling.search import search_schedule
 from simplefsdp.analysis.diagnosis import Cause, Diagnosis, diagnose
@@ -22,6 +23,8 @@ ROWS = 12
 """How many buckets the text shows, those that are exposed longest first, if it is not to show all."""
 _WORTH = 0.01
 """The part of the throughput that a change must gain to be proposed: more than ``auto`` gives up for memory."""
+_NARROW = "int8"
+"""The wire format of weights that is tried."""
 _SUMS = ("step_s", "exposed_s", "communication_s")
 """Fields of a measurement that ``to_json`` adds, in seconds."""
 _OF_BATCH = ("seconds", "live_bytes_in_step", "live_bytes_at_slot")
@@ -134,6 +137,15 @@ class Explanation:
         return sum(reduction.nbytes for graph in self.costs.cost_graphs for reduction in graph.reductions)
 
     @property
+    def sent_bytes(self) -> int:
+        """Bytes of gathers and reductions on the wire: fewer than theirs where they have wire formats."""
+        return sum(
+            sum(gather.kind.sent(gather.nbytes) for gather in graph.gathers)
+            + sum(reduction.kind.sent(reduction.nbytes) for reduction in graph.reductions)
+            for graph in self.costs.cost_graphs
+        )
+
+    @property
     def compute_s(self) -> float:
         """Seconds of compute in the step's graphs."""
         return sum(sum(graph.seconds) for graph in self.costs.cost_graphs)
@@ -172,6 +184,7 @@ class Explanation:
             "collectives": self.collectives,
             "gathered_bytes": self.gathered_bytes,
             "reduced_bytes": self.reduced_bytes,
+            "sent_bytes": self.sent_bytes,
             "compute_s": self.compute_s,
             "overhead_s": self.overhead_s,
             "keep_unsharded": self.plan.keep_unsharded,
@@ -188,12 +201,14 @@ class Explanation:
         limit = f" of {gib(self.memory_limit_bytes)}" if self.memory_limit_bytes < math.inf else ""
         least = predicted.bound_s + predicted.outside_s
         communicated = sum(span.finished - span.started for timeline in self.replayed for span in timeline.spans)
+        whole = self.gathered_bytes + self.reduced_bytes
+        sent = f", sent as {gib(self.sent_bytes)}" if self.sent_bytes < whole else ""
         lines = [
             f"plan {self.plan.hash}, predicted for {predicted.profile}",
             f"  parameters   {len(self.plan.parameters)} of {elements:,} elements; "
             f"{len(self.plan.keep_unsharded)} kept unsharded from forward to backward",
             f"  collectives  {self.before} -> {self.collectives}; {gib(self.gathered_bytes)} gathered, "
-            f"{gib(self.reduced_bytes)} reduced",
+            f"{gib(self.reduced_bytes)} reduced{sent}",
             f"  step         {ms(predicted.step_s)}: forward {ms(predicted.forward_s)}, backward "
             f"{ms(predicted.backward_s)}, outside of the graphs {ms(predicted.outside_s)}",
             f"  of it        compute {ms(self.compute_s)}, copies and issuing of collectives {ms(self.overhead_s)}, "
@@ -322,11 +337,13 @@ def _changes(explanation: Explanation) -> list[Suggestion]:
         tried += _change_to(explanation, f"a memory budget of {gib(free[1])}", free)
     if explanation.keeping is not None:
         tried.append(explanation.keeping)
+    narrow = _planned(explanation, [gathered_in(graph, _NARROW) for graph in cost_graphs], memory_limit)
+    tried += _change_to(explanation, f"wire=WireFormat(gather={_NARROW!r}) for all weights", narrow)
     larger = [graph._replace(**{name: _twice(getattr(graph, name)) for name in _OF_BATCH}) for graph in cost_graphs]
     twice = _planned(explanation, larger, memory_limit)
     tried += _change_to(explanation, "a batch twice as large, if compute and activations double", twice, batch=2)
     worth = sorted((one for one in tried if one.gain > _WORTH), key=lambda one: one.gain, reverse=True)
-    return worth[:3]
+    return worth[:4]
 
 
 def _planned(

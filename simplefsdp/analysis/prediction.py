@@ -96,7 +96,7 @@ class StepCosts(NamedTuple):
             return of._asdict() | {"gathers": gathers, "reductions": reductions}
 
         def kind(of: CollectiveKind) -> dict[str, Any]:
-            return of._asdict() | {"all_reduce_after": kind(of.all_reduce_after) if of.all_reduce_after else None}
+            return of._asdict() | {name: kind(nested) if (nested := getattr(of, name)) else None for name in _NESTED}
 
         fields = self._asdict() | {"forward": graph(self.forward), "backward": graph(self.backward)}
         memory_limit = self.memory_limit_bytes if self.memory_limit_bytes < math.inf else None
@@ -107,9 +107,7 @@ class StepCosts(NamedTuple):
         fields = json.loads(text)
 
         def kind(of: dict[str, Any]) -> CollectiveKind:
-            return CollectiveKind(
-                **of | {"all_reduce_after": kind(of["all_reduce_after"]) if of["all_reduce_after"] else None}
-            )
+            return CollectiveKind(**of | {name: kind(of[name]) if of[name] else None for name in _NESTED})
 
         kinds = [kind(k) for k in fields.pop("kinds")]
 
@@ -122,6 +120,10 @@ class StepCosts(NamedTuple):
         if fields["memory_limit_bytes"] is None:
             fields["memory_limit_bytes"] = math.inf
         return cls(**fields | {"forward": graph(fields["forward"]), "backward": graph(fields["backward"])})
+
+
+_NESTED = ("all_reduce_after", "plain")
+"""Fields of a ``CollectiveKind`` that are kinds."""
 
 
 def step_costs(

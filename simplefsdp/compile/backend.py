@@ -18,6 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import list_backends, register_backend
 from torch.fx import Graph, GraphModule
 
+from inductor_passes.partition import partition
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.torch_compat.aot_autograd import PartitionedGraphs
 from inductor_passes.torch_compat.inductor import (
@@ -76,7 +77,7 @@ def trace_cost_graphs(
 
     class CostGraphs(_Partitioner):
         def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> PartitionedGraphs:
-            graphs = super().__call__(gm, joint_inputs, **kwargs)
+            graphs = partition(gm, joint_inputs, **kwargs)
             found.append(self.passes.cost_graphs(*(module.graph for module in graphs)))
             return graphs
 

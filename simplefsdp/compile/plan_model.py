@@ -1,6 +1,6 @@
 """Plan a step of a model that is traced here and runs nowhere, for the device and the cluster of a profile."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from simplefsdp.compile.plan_step import (
     plan_step,
 )
 from simplefsdp.frontend.sharding import Reshard
+from simplefsdp.frontend.wire_format import WireFormat
 from simplefsdp.hardware.profile import HardwareProfile
-from simplefsdp.plan.bucket_plan import GraphUses
+from simplefsdp.plan.bucket_plan import GraphUses, WireFormats
 from simplefsdp.plan.grouping import BLOCK, block_of
 from simplefsdp.rehearsal import world
 from simplefsdp.rehearsal.systems import cross_entropy
@@ -66,6 +67,10 @@ class PlanJob:
     """``"none"``, ``"block"`` or ``"selective"``."""
     optimizer: str = "adamw"
     """One of ``OPTIMIZERS``."""
+    wire: WireFormat | None = None
+    """The wire format of all parameters."""
+    narrows: bool = False
+    """Whether only what compute cannot hide travels in its format."""
 
     def factory(self, layers: int | None) -> Callable[[], nn.Module]:
         """Return what makes the model with so many blocks; see ``model_factory`` for errors."""
@@ -75,7 +80,9 @@ class PlanJob:
     @property
     def request(self) -> PlanRequest:
         """The request for a plan."""
-        return BLOCK if self.plan == "block" else SearchRequest(self.plan, self.profile, self.memory_budget)
+        if self.plan == "block":
+            return BLOCK
+        return SearchRequest(self.plan, self.profile, self.memory_budget, narrows=self.narrows)
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,8 @@ def plan_model(job: PlanJob, on_stage: Callable[[str], object] = lambda _: None)
             with torch.device("meta"):
                 model = parallelized(factory(), tp)
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-            return simple_fsdp(model, mesh, mp_policy=policy, reshard_after_forward=_RESHARD[job.keep_unsharded])
+            reshard = _RESHARD[job.keep_unsharded]
+            return simple_fsdp(model, mesh, mp_policy=policy, reshard_after_forward=reshard, wire=job.wire)
 
         whole = build(job.layers)
         flops, blocks = flops_per_token(whole, job.seq), _blocks(whole)
@@ -176,7 +184,21 @@ def _step_to_plan(
         tuple(fqn for fqn in fqns if fqn in unsharded),
         state,
         frozenset(fqns),
+        _wire_formats(parameters, costs),
     )
+
+
+def _wire_formats(
+    parameters: Iterable[tuple[str, tuple[int, ...]]], graphs: Iterable[CostGraph]
+) -> tuple[WireFormats, ...]:
+    """Return the wire formats that the parameters have in these graphs, in their order, of those that have one."""
+    gathered: dict[str, str | None] = {}
+    reduced: dict[str, str | None] = {}
+    for graph in graphs:
+        gathered |= {gather.fqn: gather.kind.form for gather in graph.gathers}
+        reduced |= {reduction.fqn: reduction.kind.form for reduction in graph.reductions}
+    every = (WireFormats(fqn, gathered.get(fqn), reduced.get(fqn)) for fqn, _ in parameters)
+    return tuple(each for each in every if each.gather or each.reduce)
 
 
 def _repeated(traces: Sequence[Sequence[CostGraph]], blocks: int) -> Sequence[CostGraph] | None:

@@ -46,6 +46,7 @@ def simplefsdp_system(
     budget: int | None = None,
     reshard: Reshard | None = None,
     wire: WireFormat | None = None,
+    narrows: bool = False,
 ) -> System:
     """Return this library as a system, with a plan.
 
@@ -53,6 +54,7 @@ def simplefsdp_system(
         budget: memory budget in bytes, for plans that are searched for.
         reshard: ``reshard_after_forward``, in place of the setting that all systems share.
         wire: the format of all weights and gradients.
+        narrows: let the planner choose what travels in its format.
     """
 
     def wrap(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
@@ -60,6 +62,8 @@ def simplefsdp_system(
         chosen = reshards if reshard is None else reshard
         simple_fsdp(model, mesh, mp_policy=mp_policy, reshard_after_forward=chosen, wire=wire)
         options: Any = {"plan": plan, "inductor": dict(inductor or {}), "memory_budget": budget}
+        if narrows:
+            options["wire"] = "auto"
         if plan != "none":
             options["profile"] = profile
         return torch.compile(model, backend="simplefsdp", options=options)

@@ -149,6 +149,26 @@ def test_the_memory_and_work_of_the_optimizer_count(tmp_path: Path, monkeypatch:
     assert costs["sgd"].outside_s < costs["muon"].outside_s
 
 
+def test_wire_formats_are_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for name, args in {"none": [], "given": [], "auto": ["--wire-auto"]}.items():
+        formats = [] if name == "none" else ["--wire-gather", "int8", "--wire-reduce", "int8"]
+        plan(monkeypatch, *SMALL, "--layers", 2, *formats, *args, "--out", tmp_path / name)
+        found[name] = BucketPlan.load(tmp_path / name / "plan.json")
+    *_, given, auto = capsys.readouterr().out.split("predicted for")
+    assert " reduced, sent as " in given
+    (explanation,) = read(tmp_path / "given").values()
+    kind = explanation.costs.forward.gathers[0].kind
+    assert (kind.form, kind.plain.form) == ("int8", None)
+    assert not found["none"].wire
+    assert {each[1:] for each in found["given"].wire} == {("int8", "int8")}
+    assert len(found["given"].wire) == len(found["given"].parameters)
+    assert set(found["auto"].wire) <= set(found["given"].wire)
+    assert ("sent as" in auto) == bool(found["auto"].wire)
+
+
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
@@ -162,6 +182,8 @@ def test_the_memory_and_work_of_the_optimizer_count(tmp_path: Path, monkeypatch:
         ([*SMALL, "--hybrid"], "--hybrid: 8 ranks are not several nodes of 8"),
         ([*SMALL, "--memory-budget", "75GiB", "--plan", "block"], "--memory-budget: needs --plan auto or greedy"),
         ([*SMALL, "--keep-unsharded", "auto", "--plan", "greedy"], "--keep-unsharded: auto needs --plan auto"),
+        ([*SMALL, "--wire-auto", "--plan", "block"], "--wire-auto: needs --plan auto"),
+        ([*SMALL, "--wire-auto"], "--wire-auto: needs --wire-gather or --wire-reduce, the formats that are allowed"),
         ([*SMALL, "--memory-budget", "much"], "expected bytes, as 60_000_000 or '60GiB', found 'much'"),
         ([*SMALL, "--memory-budget", "1MiB"], "this step needs at least"),
         ([*SMALL, "--sweep", "rank=8"], "--sweep: unknown argument 'rank'; did you mean 'ranks'"),
