@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from simplefsdp.plan.bucket_plan import BucketPlan
     from simplefsdp.plan.grouping import manual_plan
     from simplefsdp.training.clip_grad import clip_grad_norm_
+    from simplefsdp.training.hadamard import hadamard_transform
     from simplefsdp.training.optimizers.distribute import distribute_optimizer
     from simplefsdp.training.optimizers.galore import galore
     from simplefsdp.training.optimizers.muon import muon
@@ -39,6 +40,7 @@ __all__ = [
     "clip_grad_norm_",
     "distribute_optimizer",
     "galore",
+    "hadamard_transform",
     "manual_plan",
     "measure",
     "muon",
@@ -57,6 +59,7 @@ _MODULES = {
     "clip_grad_norm_": "training.clip_grad",
     "distribute_optimizer": "training.optimizers.distribute",
     "galore": "training.optimizers.galore",
+    "hadamard_transform": "training.hadamard",
     "manual_plan": "plan.grouping",
     "measure": "analysis.measuring",
     "muon": "training.optimizers.muon",

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from inductor_passes.ops.hadamard import hadamard_matrix
+
 BLOCK = 128
 """Number of values with one scale."""
 _COMPILED_FROM = 1 << 15
@@ -194,11 +196,8 @@ def _parts(rows: Tensor, form: Encoding) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _rotation(device: torch.device) -> Tensor:
-    """Return the normalised Hadamard matrix of order 128 (Sylvester's), which is its own inverse."""
-    matrix = torch.ones(1, 1, device=device)
-    while len(matrix) < BLOCK:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / BLOCK**0.5
+    """Return the normalised Hadamard matrix of order 128, which is its own inverse."""
+    return hadamard_matrix(BLOCK, device) / BLOCK**0.5
 
 
 def _kernel(function: Callable[..., Any], form: Encoding, values: Tensor) -> Callable[..., Any]:

@@ -90,12 +90,12 @@ def test_compiled_kernels_give_the_bits_of_the_functions(name):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_does_not_arrive_as_one(name, value):
-    values = torch.randn(1, 300)
+    values = torch.randn(1, 300, generator=torch.Generator().manual_seed(0))
     values[0, 130] = value
     found = sent(values, name)[0] if name in GATHER_FORMATS else summed(values, name)
     assert not found[130].isfinite()
     others = [*range(128), *range(256, 300)]
-    torch.testing.assert_close(found[others], values[0, others], rtol=0.3, atol=0.3)
+    torch.testing.assert_close(found[others], values[0, others], rtol=0, atol=0.7)
 
 
 @pytest.mark.parametrize("name", FORMATS)
