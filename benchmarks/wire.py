@@ -3,12 +3,16 @@
     python -m benchmarks.wire                              # three scenarios, a quarter of an hour
     python -m benchmarks.wire --scenarios bandwidth --rounds 3
     python -m benchmarks.wire --gbit 0.25                  # two gloo ranks over a link of that rate; needs root and tc
+    python -m benchmarks.wire --errors                     # of real weights and gradients, half a minute
 
 Scenarios are those of ``benchmarks.overlap``, with their model in fp32; ``narrow`` is ``bandwidth`` with half of the
 bandwidth, so that communication takes about twice as long as compute. Every system plans with ``plan="auto"``. Systems
 step in turn; printed are medians, and the median over rounds of the first system's step divided by a system's. Bytes
-are those of the whole tensors that are gathered, reduced or exchanged in a step. Writes Markdown and JSON to
-benchmarks/results/.
+are those of the whole tensors that are gathered, reduced or exchanged in a step. In the system ``auto`` the planner
+chooses what travels in int8. Writes Markdown and JSON to benchmarks/results/.
+
+Errors are those of the example's Llama after some steps of training on Python's standard library: the norm of the
+difference over the norm of what was sent, over all parameters; gradients are the mean of 8 ranks' batches.
 """
 
 import argparse
@@ -17,7 +21,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -28,6 +32,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.overlap import RESULTS, SCENARIOS, Scenario, prepared, restored_config
 from benchmarks.rate_limited import link, permitted, run
+from examples import data
+from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS
+from inductor_passes.ops.wire_formats import GATHER_FORMATS, REDUCE_FORMATS
 from simplefsdp.frontend.wire_format import WireFormat
 from simplefsdp.hardware.profile import flat, network
 from simplefsdp.models import llama
@@ -39,7 +46,7 @@ from simplefsdp.rehearsal.workload import Workload
 FORMATS = {
     "none": None,
     "bf16, bf16-fp32sum": WireFormat("bf16", "bf16-fp32sum"),
-    "fp8, fp8": WireFormat("fp8", "fp8"),
+    "auto": WireFormat("int8", "int8"),
     "fp8, int8": WireFormat("fp8", "int8"),
     "int8, int8": WireFormat("int8", "int8"),
     "int8, int8-hadamard": WireFormat("int8", "int8-hadamard"),
@@ -74,7 +81,8 @@ def rehearse(name: str, scenario: Scenario, rounds: int) -> dict[str, Any]:
         for what, wire in FORMATS.items():
             predictions.found.clear()
             with fresh_compile_cache(), restored_config():
-                one = TrainingRun(what, simplefsdp_system("auto", wire=wire), workload, world)
+                system = simplefsdp_system("auto", wire=wire, narrows=what == "auto")
+                one = TrainingRun(what, system, workload, world)
                 for _ in range(2):
                     step = one.step(chosen)
             runs.append(one)
@@ -114,6 +122,50 @@ def table(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def errors(steps: int = 50, ranks: int = 8) -> str:
+    """Return, in Markdown, the relative error of weights and of reduced gradients in each format."""
+    torch.manual_seed(0)
+    model = llama.build("debug", vocab_size=256)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    text, _ = data.load(None, 256)
+
+    def gradients(step: int, rank: int) -> list[torch.Tensor]:
+        model.zero_grad()
+        model(*data.random_crops(text, 8, 256, 0, step, rank)).backward()
+        return [param.grad.clone() for param in model.parameters() if param.grad is not None]
+
+    for step in range(steps):
+        gradients(step, 0)
+        optimizer.step()
+    weights = [param.detach() for param in model.parameters()]
+    of_ranks = [gradients(steps, rank) for rank in range(ranks)]
+    exact = [torch.stack(of_rank).double().mean(0) for of_rank in zip(*of_ranks, strict=True)]
+    lines = ["| format | weights | gradients |", "|---|---|---|"]
+    for name in {**GATHER_FORMATS, **REDUCE_FORMATS}:
+        gathered, reduced = "", ""
+        if name in GATHER_FORMATS:
+            found = []
+            for weight in weights:
+                encoded = ENCODE_SHARDS([weight], [weight.numel()], name)
+                found += DECODE_WEIGHTS(encoded, 1, [weight.numel()], name, weight.dtype)
+            gathered = f"{_relative(found, weights):.1e}"
+        if name in REDUCE_FORMATS:
+            found = []
+            for of_rank in zip(*of_ranks, strict=True):
+                sent = [ENCODE_GRADIENTS([gradient], 1, name, torch.float32) for gradient in of_rank]
+                mean = DECODE_SUMS(torch.cat(sent), ranks, [of_rank[0].numel()], name, torch.float32, True)
+                found.append(mean.view(of_rank[0].shape))
+            reduced = f"{_relative(found, exact):.1e}"
+        lines.append(f"| `{name}` | {gathered} | {reduced} |")
+    return "\n".join(lines)
+
+
+def _relative(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+    """Return the norm of the difference over the norm of ``exact``, over all tensors."""
+    whole, sent = (torch.cat([each.flatten().double() for each in tensors]) for tensors in (exact, found))
+    return float((sent - whole).norm() / whole.norm())
+
+
 def train(what: str, steps: int) -> list[float]:
     """Seconds of each step of this rank of a real process group."""
     torch.set_num_threads(1)
@@ -151,8 +203,12 @@ def main() -> None:
     parser.add_argument("--scenarios", default=",".join(scenarios()), help="names, separated by commas")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--gbit", type=float, help="rate of a real link, per second and way, instead of scenarios")
+    parser.add_argument("--errors", action="store_true", help="print the errors of formats, instead of scenarios")
     args = parser.parse_args()
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    if args.errors:
+        print(errors())
+        return
     if args.gbit is not None:
         reason = permitted()
         print(f"not measured: {reason}" if reason else over_a_link(args.gbit, args.rounds))
