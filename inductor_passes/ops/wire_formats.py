@@ -11,13 +11,15 @@ all of it is decoded as Inf or NaN, and never as a number. A format that rotates
 Hadamard matrix of order 128 first, which spreads an outlier over its block; sums are taken of rotated values and
 rotated back once (SDP4Bit, arXiv 2410.15526).
 
-Values are rounded to the nearest. Large tensors go through kernels that ``torch.compile`` makes of the functions here,
-one pass over the bytes; small ones through the functions themselves. Both give the same bits on a CPU.
+Values are rounded to the nearest. On a CPU large tensors go through ``wire_formats.cpp``, one pass over the bytes with
+the bits of the functions here; on a GPU through kernels that ``torch.compile`` makes of these functions.
 """
 
+import ctypes
 import functools
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +27,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from inductor_passes.ops.hadamard import hadamard_matrix
+from inductor_passes.torch_compat.inductor import load_cpp
 
 BLOCK = 128
 """Number of values with one scale."""
-_COMPILED_FROM = 1 << 15
-"""Number of values from which a kernel of their own is made; each takes seconds to make, once."""
+_COMPILED_FROM = 1 << 13
+"""Number of values from which C++ is used on a CPU: compiling it takes seconds, once."""
 _ROTATED_TOGETHER = 4096
 """Number of blocks that are rotated at a time, so that rotated values stay in a cache."""
 _ADDED_TOGETHER = 8
@@ -76,29 +79,37 @@ def blocks(numel: int) -> int:
 
 
 def encode(values: Tensor, out: Tensor, form: Encoding) -> None:
-    """Encode each row of ``values``, (rows, numel), into a row of ``out``, (rows, ``form.nbytes(numel)``) bytes."""
+    """Encode each row of ``values``, (rows, numel), into a row of ``out``, (rows, ``form.nbytes(numel)``) bytes.
+
+    Both tensors are contiguous in their last dim, and ``values`` in all.
+    """
     rows, numel = values.shape
     if form.largest is None:
         out.view(torch.bfloat16)[:, :numel].copy_(values)
         return
+    if _in_cpp(values):
+        _cpp().encode(*_memory(values), rows, numel, out.data_ptr(), out.stride(0), _KIND[form], form.rotates)
+        return
     values = functional.pad(values, (0, -numel % BLOCK)) if numel % BLOCK else values
     values = values.unflatten(1, (-1, BLOCK))
     quantized, scales = _parts(out, form)
-    if not form.rotates:
-        scales.copy_(_kernel(quantize, form, values)(values, quantized, None, form))
+    if not values.is_cuda or not form.rotates:
+        scales.copy_(_kernel(quantize, form, values)(values, quantized, form))
         return
-    matrix = _rotation(values.device)
     for row in range(rows):
         for start in range(0, values.shape[1], _ROTATED_TOGETHER):
             here = row, slice(start, start + _ROTATED_TOGETHER)
-            scales[here] = _kernel(quantize, form, values[here])(values[here], quantized[here], matrix, form)
+            scales[here] = _kernel(quantize, form, values[here])(values[here], quantized[here], form)
 
 
 def decode(rows: Tensor, out: Tensor, form: Encoding) -> None:
-    """Decode each row of bytes into a row of ``out``, (rows, numel), in the dtype of ``out``."""
+    """Decode each row of bytes into a row of ``out``, (rows, numel), contiguous, in the dtype of ``out``."""
     numel = out.shape[1]
     if form.largest is None:
         out.copy_(rows.view(torch.bfloat16)[:, :numel])
+        return
+    if _in_cpp(out):
+        _cpp().decode(rows.data_ptr(), rows.stride(0), len(rows), numel, *_memory(out), _KIND[form])
         return
     quantized, scales = _parts(rows, form)
     whole = out if numel % BLOCK == 0 else out.new_empty(len(rows), blocks(numel) * BLOCK)
@@ -117,6 +128,10 @@ def decode_sum(rows: Tensor, out: Tensor, form: Encoding, divisor: float) -> Non
     if form.largest is None:
         quantized, scales = rows.view(torch.bfloat16)[:, :numel].unsqueeze(1), None
         whole = 1, numel
+    elif _in_cpp(out):
+        memory, kind = _memory(out), _KIND[form]
+        _cpp().decode_sum(rows.data_ptr(), rows.stride(0), len(rows), numel, *memory, kind, form.rotates, divisor)
+        return
     else:
         quantized, scales = _parts(rows, form)
         whole = blocks(numel), BLOCK
@@ -128,22 +143,21 @@ def decode_sum(rows: Tensor, out: Tensor, form: Encoding, divisor: float) -> Non
         given = quantized[some], None if scales is None else scales[some]
         _kernel(add_up, form, given[0])(*given, total, form, first == 0, by)
     if form.rotates:
-        matrix = _rotation(total.device)
         for start in range(0, len(total), _ROTATED_TOGETHER):
             end = start + _ROTATED_TOGETHER
-            total[start:end] = total[start:end] @ matrix
+            total[start:end] = _rotated(total[start:end])
     if not in_place:
         out.copy_(total.view(-1)[:numel])
 
 
-def quantize(values: Tensor, quantized: Tensor, rotation: Tensor | None, form: Encoding) -> Tensor:
+def quantize(values: Tensor, quantized: Tensor, form: Encoding) -> Tensor:
     """Write blocks of ``values``, (..., blocks, 128), into ``quantized``, (..., blocks, bytes); return their scales.
 
     Scales are returned and not written, as AOTAutograd takes no two views of one buffer of which one is written.
     """
     x = values.float()
-    if rotation is not None:
-        x = x @ rotation
+    if form.rotates:
+        x = _rotated(x)
     assert form.largest is not None
     scale = x.abs().amax(-1) * (1 / form.largest)
     # Where the scale is too small to have an inverse all values are, too.
@@ -171,8 +185,7 @@ def add_up(
     terms = [
         _values(each, None if scales is None else scales[rank], form) for rank, each in enumerate(quantized.unbind(0))
     ]
-    x = functools.reduce(torch.add, terms)
-    x = x if first else total + x
+    x = functools.reduce(torch.add, terms if first else [total, *terms])
     total.copy_(x if divisor == 1 else x / divisor)
 
 
@@ -194,17 +207,21 @@ def _parts(rows: Tensor, form: Encoding) -> tuple[Tensor, Tensor]:
     return values.unflatten(1, (count, size)), scales.view(torch.float32)
 
 
-@functools.cache
-def _rotation(device: torch.device) -> Tensor:
-    """Return the normalised Hadamard matrix of order 128, which is its own inverse."""
-    return hadamard_matrix(BLOCK, device) / BLOCK**0.5
+def _rotated(x: Tensor) -> Tensor:
+    """Return the product of each block, (..., 128), with the normalised Hadamard matrix, which is its own inverse."""
+    if x.is_cuda:
+        return x @ (hadamard_matrix(BLOCK, x.device) / BLOCK**0.5)
+    half = 1
+    while half < BLOCK:  # in the order of wire_formats.cpp
+        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+        x = torch.stack([a + b, a - b], -2).flatten(-3)
+        half *= 2
+    return x * BLOCK**-0.5
 
 
 def _kernel(function: Callable[..., Any], form: Encoding, values: Tensor) -> Callable[..., Any]:
-    """Return ``function``, compiled if that is worth while for so many values."""
-    if values.device.type == "cpu" and values.numel() < _COMPILED_FROM:
-        return function
-    return _compiled(function, form, values.dtype)
+    """Return ``function``, compiled for a GPU."""
+    return _compiled(function, form, values.dtype) if values.is_cuda else function
 
 
 @functools.cache
@@ -213,3 +230,32 @@ def _compiled(function: Any, form: Encoding, dtype: torch.dtype) -> Callable[...
     name = f"{function.__name__}_{form.bits}_{dtype}".replace(".", "_")
     own = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
     return torch.compile(own, dynamic=True)
+
+
+_KIND = {
+    _QUANTIZED[name]._replace(rotates=rotates): kind
+    for kind, name in enumerate(("int8", "int4", "fp8"))
+    for rotates in (False, True)
+}
+"""Numbers of the formats in C++."""
+
+
+def _in_cpp(values: Tensor) -> bool:
+    return values.device.type == "cpu" and values.numel() >= _COMPILED_FROM
+
+
+def _memory(x: Tensor) -> tuple[int, int]:
+    """Return the address of a contiguous tensor and the number of its dtype in C++."""
+    assert x.is_contiguous()
+    return x.data_ptr(), DTYPES.index(x.dtype)
+
+
+@functools.cache
+def _cpp() -> ctypes.CDLL:
+    """Return the functions of ``wire_formats.cpp``, compiled as TorchInductor's own kernels are."""
+    library = load_cpp(Path(__file__).with_suffix(".cpp").read_text(), vectorized=True)
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.encode.argtypes = [pointer, number, number, number, pointer, number, number, number]
+    library.decode.argtypes = [pointer, number, number, number, pointer, number, number]
+    library.decode_sum.argtypes = [pointer, *[number] * 3, pointer, *[number] * 3, ctypes.c_float]
+    return library

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,11 +28,19 @@ if not hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_ov
     del NO_OTHER_REORDERING["aten_distributed_optimizations.enable_simple_overlap"]
 
 
-def load_cpp(source: str) -> ctypes.CDLL:
-    """Compile C++ with the compiler and the cache of TorchInductor's own CPU kernels."""
+def load_cpp(source: str, *, vectorized: bool = False) -> ctypes.CDLL:
+    """Compile C++ with the compiler and the cache of TorchInductor's own CPU kernels.
+
+    Args:
+        source: the code.
+        vectorized: compile for the vector instructions of this CPU, as Inductor's own kernels are. From torch 2.12 on
+            this is to be asked for.
+    """
     from torch._inductor.codecache import CppCodeCache  # seconds to import, so not before it is needed
 
-    return cast(ctypes.CDLL, CppCodeCache.load(source))
+    asked = "needs_vec_isa" in inspect.signature(CppCodeCache.load_async).parameters
+    options = {"needs_vec_isa": True} if vectorized and asked else {}
+    return cast(ctypes.CDLL, CppCodeCache.load(source, **options))
 
 
 def running_code() -> str:

@@ -65,7 +65,8 @@ def test_reduced_gradients_are_those_of_every_member_alone(members, ranks, mean,
             total = sum(of[i] for of in gradients).flatten()[rank * chunk : (rank + 1) * chunk]
             expected = torch.zeros(chunk)
             expected[: len(total)] = total / ranks if mean else total
-            torch.testing.assert_close(part, expected, rtol=0.1, atol=0.6)
+            norms = sum(of[i].norm() for of in gradients)
+            assert (part - expected).norm() <= 0.25 * norms
 
 
 def test_gradients_are_rounded_to_the_dtype_of_the_reduction_and_divided():

@@ -78,18 +78,41 @@ def test_a_value_is_off_by_at_most_half_a_step_of_its_block(name, rows, numel, e
         assert (error <= STEP[base] * 1.001 * largest).all()
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_compiled_kernels_give_the_bits_of_the_functions(name):
-    values = torch.randn(3, 3 * 128, generator=torch.Generator().manual_seed(0))
-    plain = sent(values, name, torch.bfloat16) if name in GATHER_FORMATS else summed(values, name, 3.0)
-    with mock.patch.object(wire_formats, "_COMPILED_FROM", 0):
-        compiled = sent(values, name, torch.bfloat16) if name in GATHER_FORMATS else summed(values, name, 3.0)
-    assert torch.equal(plain, compiled)
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(list(FORMATS)),
+    rows=st.integers(1, 19),
+    numel=st.integers(1, 300),
+    exponent=st.sampled_from([-140, -126, -30, 0, 30, 100]),
+    dtypes=st.tuples(*[st.sampled_from([torch.float32, torch.bfloat16, torch.float16])] * 2),
+    seed=st.integers(0, 99),
+)
+def test_the_code_in_cpp_gives_the_bits_of_the_functions(name, rows, numel, exponent, dtypes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    values = (torch.randn(rows, numel, generator=generator) * 2.0**exponent).to(dtypes[0])
+    found = []
+    for threshold in (1 << 62, 0):
+        with mock.patch.object(wire_formats, "_COMPILED_FROM", threshold):
+            form = FORMATS[name]
+            encoded = torch.zeros(rows, form.nbytes(numel), dtype=torch.uint8)
+            encode(values, encoded, form)
+            out = torch.empty(numel if name in REDUCE_FORMATS else (rows, numel), dtype=dtypes[1])
+            if name in REDUCE_FORMATS:
+                decode_sum(encoded, out, form, 3.0)
+            else:
+                decode(encoded, out, form)
+        found.append((encoded, out))
+    (plain, plain_out), (in_cpp, cpp_out) = found
+    if values.isfinite().all():
+        assert torch.equal(plain, in_cpp)
+    torch.testing.assert_close(cpp_out, plain_out, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_no_number_does_not_arrive_as_one(name, value):
+@pytest.mark.parametrize("threshold", [0, 1 << 62], ids=["cpp", "torch"])
+def test_what_is_no_number_does_not_arrive_as_one(monkeypatch, name, value, threshold):
+    monkeypatch.setattr(wire_formats, "_COMPILED_FROM", threshold)
     values = torch.randn(1, 300, generator=torch.Generator().manual_seed(0))
     values[0, 130] = value
     found = sent(values, name)[0] if name in GATHER_FORMATS else summed(values, name)
