@@ -47,11 +47,11 @@ from inductor_passes.collectives import (
     ALL_REDUCE,
     ALL_TO_ALL,
     BUCKET,
-    FORM,
     FQNS,
     REDUCE_SCATTER,
     REDUCE_SCATTER_GROUP,
     WAIT,
+    WIRE_FORMAT,
     Collective,
     before_cast_and_pad,
     erase_unused_chain,
@@ -95,7 +95,7 @@ def drop_formats(graph: Graph, gathered: Collection[str], reduced: Collection[st
     for found, kept in ((gathers(graph), gathered), (reductions(graph), reduced)):
         for collective in found:
             if collective.fqns[0] not in kept:
-                collective.node.meta.pop(FORM, None)
+                collective.node.meta.pop(WIRE_FORMAT, None)
 
 
 def bucket(graph: Graph) -> None:
@@ -160,7 +160,7 @@ def _members(found: list[Collective], kind: Callable[[Collective], Any]) -> list
         if len(members) > 1:
             place = {fqn: i for i, fqn in enumerate(bucket.fqns)}
             members.sort(key=lambda c: place[c.fqns[0]])
-    return [members for members in mergeable.values() if len(members) > 1 or members[0].form is not None]
+    return [members for members in mergeable.values() if len(members) > 1 or members[0].wire_format is not None]
 
 
 def _bucket_of(member: Collective) -> Bucket | None:
@@ -170,7 +170,7 @@ def _bucket_of(member: Collective) -> Bucket | None:
 
 def _is_grouped(member: Collective) -> bool:
     bucket = _bucket_of(member)
-    return bucket is not None and bucket.form == "grouped" and member.form is None
+    return bucket is not None and bucket.form == "grouped" and member.wire_format is None
 
 
 def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
@@ -183,22 +183,22 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
     ranks, group = members[0].options
     numels = [_val(member.input).numel() for member in members]
     dtypes = [_val(member.input).dtype for member in members]
-    form = members[0].form
+    wire_format = members[0].wire_format
     if _is_grouped(members[0]) and len(set(dtypes)) == 1:
         with graph.inserting_before(first):
             inputs = _prepared(members, shards, numels, dtypes)
             _replace(members, _group(ALL_GATHER_GROUP, inputs, [(member,) for member in members]))
         return
     with graph.inserting_before(first):
-        if form is None:
+        if wire_format is None:
             packed = _call(PACK_SHARDS, shards, numels, dtypes)
         else:
-            packed = _call(ENCODE_SHARDS, shards, numels, form)
+            packed = _call(ENCODE_SHARDS, shards, numels, wire_format)
         gathered = _collective(ALL_GATHER, packed, members, ranks, group)
-        if form is None:
+        if wire_format is None:
             unpacked = _call(UNPACK_WEIGHTS, gathered, ranks, numels, dtypes)
         else:
-            unpacked = _call(DECODE_WEIGHTS, gathered, ranks, numels, form, dtypes[0])
+            unpacked = _call(DECODE_WEIGHTS, gathered, ranks, numels, wire_format, dtypes[0])
         _replace(members, [_call(operator.getitem, unpacked, i) for i in range(len(members))])
 
 
@@ -220,7 +220,7 @@ def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
             _replace([*own, *rest], [*reduced[: len(own)], *of_rest])
             return
         step: Collective | None = members[0]
-        if members[0].form is None:
+        if members[0].wire_format is None:
             packed = _packed(members, ranks, dtype)
         else:
             packed = _encoded_and_reduced(members, ranks, dtype)
@@ -238,15 +238,15 @@ def _encoded_and_reduced(members: Sequence[Collective], ranks: int, dtype: torch
     splits = [_val(encoded).numel() // ranks] * ranks
     received = _collective(ALL_TO_ALL, encoded, members, splits, splits, group)
     numels = [_val(member.node).numel() for member in members]
-    return _call(DECODE_SUMS, received, ranks, numels, members[0].form, dtype, operator == "avg")
+    return _call(DECODE_SUMS, received, ranks, numels, members[0].wire_format, dtype, operator == "avg")
 
 
 def _packed(members: Sequence[Collective], ranks: int, dtype: torch.dtype) -> Node:
     """Return a buffer of the members' gradients: what their collective reads."""
     divisor, inputs = _divided([member.input for member in members])
     divide = [] if divisor is None else [divisor]
-    if (form := members[0].form) is not None:
-        return _call(ENCODE_GRADIENTS, [_gradient(node, ranks) for node in inputs], ranks, form, dtype, *divide)
+    if (wire_format := members[0].wire_format) is not None:
+        return _call(ENCODE_GRADIENTS, [_gradient(node, ranks) for node in inputs], ranks, wire_format, dtype, *divide)
     gradients = [_as_others(member, _gradient(node, ranks)) for member, node in zip(members, inputs, strict=True)]
     if len({_val(gradient).dtype for gradient in gradients}) > 1:  # the kernel that packs them knows one cast
         gradients = [

@@ -31,7 +31,7 @@ from inductor_passes.ops.offload import TO_DEVICE
 from inductor_passes.torch_compat.aot_autograd import parameter_gradients, parameter_inputs
 
 FQNS = "simplefsdp_fqns"
-FORM = "simplefsdp_wire_format"
+WIRE_FORMAT = "simplefsdp_wire_format"
 """Key in ``node.meta`` for the wire format (``ops/wire_formats.py``) that a gather or reduce-scatter is to get."""
 BUCKET = "simplefsdp_bucket"
 """Key in ``node.meta`` for the bucket of the plan that a marked collective is a member of, or carries out."""
@@ -101,10 +101,10 @@ class Collective:
         return self.input.target in (ENCODE_SHARDS, ENCODE_GRADIENTS)
 
     @property
-    def form(self) -> str | None:
+    def wire_format(self) -> str | None:
         """The wire format that the collective is to get; ``None``: none, or it has got one."""
-        form: str | None = self.node.meta.get(FORM)
-        return form
+        found: str | None = self.node.meta.get(WIRE_FORMAT)
+        return found
 
     @property
     def options(self) -> tuple[Any, ...]:
@@ -119,7 +119,11 @@ class Collective:
 
     def gather_kind(self) -> tuple[Any, ...]:
         """The properties that gathers must have in common to be merged into one."""
-        return self.options if self.form is None else (*self.options, self.form, self.input.meta["val"].dtype)
+        return (
+            self.options
+            if self.wire_format is None
+            else (*self.options, self.wire_format, self.input.meta["val"].dtype)
+        )
 
     def reduction_kind(self) -> tuple[Any, ...]:
         """The properties that reductions must have in common to be merged into one."""
@@ -131,7 +135,7 @@ class Collective:
             self.input.meta["val"].dtype,
             _becomes_complex(self.result),
             *all_reduce,
-            *([] if self.form is None else [self.form]),
+            *([] if self.wire_format is None else [self.wire_format]),
         )
 
 
@@ -330,10 +334,10 @@ def _merge_reductions(param: GraphParameter, gradient: Node) -> bool:
     return True
 
 
-def _mark(collective: Node, fqn: str, form: str | None) -> None:
+def _mark(collective: Node, fqn: str, wire_format: str | None) -> None:
     collective.meta[FQNS] = (fqn,)
-    if form is not None:
-        collective.meta[FORM] = form
+    if wire_format is not None:
+        collective.meta[WIRE_FORMAT] = wire_format
 
 
 def _terms(node: Node) -> list[Node]:

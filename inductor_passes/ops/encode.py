@@ -22,57 +22,57 @@ from inductor_passes.ops.wire_formats import FORMATS, decode, decode_sum, encode
 from inductor_passes.torch_compat.library import as_dtypes
 
 
-def encode_shards(shards: Sequence[Tensor], numels: Sequence[int], form: str) -> Tensor:
-    """Return the bytes that this rank sends: each shard, zero-padded to its number of elements, in format ``form``."""
-    sizes = [FORMATS[form].nbytes(numel) for numel in numels]
+def encode_shards(shards: Sequence[Tensor], numels: Sequence[int], wire_format: str) -> Tensor:
+    """Return the bytes that this rank sends: each shard, zero-padded to its number of elements, in a wire format."""
+    sizes = [FORMATS[wire_format].nbytes(numel) for numel in numels]
     buffer = shards[0].new_empty(sum(sizes), dtype=torch.uint8)
     for part, shard, numel in zip(buffer.split(sizes), shards, numels, strict=True):
-        encode(_padded(shard, numel).view(1, numel), part.view(1, -1), FORMATS[form])
+        encode(_padded(shard, numel).view(1, numel), part.view(1, -1), FORMATS[wire_format])
     return buffer
 
 
 def decode_weights(
-    buffer: Tensor, ranks: int, numels: Sequence[int], form: str, dtype: torch.dtype | int
+    buffer: Tensor, ranks: int, numels: Sequence[int], wire_format: str, dtype: torch.dtype | int
 ) -> list[Tensor]:
     """Return the gathered members of a bucket in ``dtype``: each (ranks * numel,), in an allocation of its own."""
-    out = _weights(buffer, ranks, numels, form, dtype)
-    parts = buffer.view(ranks, -1).split([FORMATS[form].nbytes(numel) for numel in numels], dim=1)
+    out = _weights(buffer, ranks, numels, wire_format, dtype)
+    parts = buffer.view(ranks, -1).split([FORMATS[wire_format].nbytes(numel) for numel in numels], dim=1)
     for part, each in zip(parts, out, strict=True):
-        decode(part, each.view(ranks, -1), FORMATS[form])
+        decode(part, each.view(ranks, -1), FORMATS[wire_format])
     return out
 
 
 def encode_gradients(
-    gradients: Sequence[Tensor], ranks: int, form: str, dtype: torch.dtype | int, divisor: float = 1.0
+    gradients: Sequence[Tensor], ranks: int, wire_format: str, dtype: torch.dtype | int, divisor: float = 1.0
 ) -> Tensor:
-    """Return an all-to-all's input: row r has the rows of all gradients that rank r will own, in format ``form``.
+    """Return an all-to-all's input: row r has the rows of all gradients that rank r will own, in a wire format.
 
     Each gradient is rounded to ``dtype``, divided by ``divisor``, cut along dim 0 into as many rows for each rank, and
     padded with zeros behind the last.
     """
-    buffer = _encoded_gradients(gradients, ranks, form, dtype, divisor)
+    buffer = _encoded_gradients(gradients, ranks, wire_format, dtype, divisor)
     (dtype,) = as_dtypes([dtype])
     chunks = [_chunk(gradient, ranks) for gradient in gradients]
-    parts = buffer.view(ranks, -1).split([FORMATS[form].nbytes(chunk) for chunk in chunks], dim=1)
+    parts = buffer.view(ranks, -1).split([FORMATS[wire_format].nbytes(chunk) for chunk in chunks], dim=1)
     for part, gradient, chunk in zip(parts, gradients, chunks, strict=True):
         if gradient.dtype.itemsize > dtype.itemsize or divisor != 1:
             gradient = gradient.to(dtype)
         gradient = gradient if divisor == 1 else gradient / divisor
-        encode(_padded(gradient, ranks * chunk).view(ranks, chunk), part, FORMATS[form])
+        encode(_padded(gradient, ranks * chunk).view(ranks, chunk), part, FORMATS[wire_format])
     return buffer
 
 
 def decode_sums(
-    buffer: Tensor, ranks: int, numels: Sequence[int], form: str, dtype: torch.dtype | int, mean: bool
+    buffer: Tensor, ranks: int, numels: Sequence[int], wire_format: str, dtype: torch.dtype | int, mean: bool
 ) -> Tensor:
     """Return the sum, or the mean, of what all ranks sent: the reduced members one after the other, (sum of numels,).
 
     Sums are taken in float32, in the order of the ranks, and rounded to ``dtype`` once.
     """
-    out = _sums(buffer, ranks, numels, form, dtype, mean)
-    parts = buffer.view(ranks, -1).split([FORMATS[form].nbytes(numel) for numel in numels], dim=1)
+    out = _sums(buffer, ranks, numels, wire_format, dtype, mean)
+    parts = buffer.view(ranks, -1).split([FORMATS[wire_format].nbytes(numel) for numel in numels], dim=1)
     for part, each in zip(parts, out.split(list(numels)), strict=True):
-        decode_sum(part, each, FORMATS[form], float(ranks) if mean else 1.0)
+        decode_sum(part, each, FORMATS[wire_format], float(ranks) if mean else 1.0)
     return out
 
 
@@ -86,38 +86,43 @@ def _chunk(gradient: Tensor, ranks: int) -> int:
     return -(-gradient.shape[0] // ranks) * gradient.shape[1:].numel()
 
 
-def _encoded_shards(shards: Sequence[Tensor], numels: Sequence[int], form: str) -> Tensor:
-    return shards[0].new_empty(sum(map(FORMATS[form].nbytes, numels)), dtype=torch.uint8)
+def _encoded_shards(shards: Sequence[Tensor], numels: Sequence[int], wire_format: str) -> Tensor:
+    return shards[0].new_empty(sum(map(FORMATS[wire_format].nbytes, numels)), dtype=torch.uint8)
 
 
-def _weights(buffer: Tensor, ranks: int, numels: Sequence[int], _form: str, dtype: torch.dtype | int) -> list[Tensor]:
+def _weights(
+    buffer: Tensor, ranks: int, numels: Sequence[int], _wire_format: str, dtype: torch.dtype | int
+) -> list[Tensor]:
     (dtype,) = as_dtypes([dtype])
     return [buffer.new_empty(ranks * numel, dtype=dtype) for numel in numels]
 
 
 def _encoded_gradients(
-    gradients: Sequence[Tensor], ranks: int, form: str, _dtype: torch.dtype | int, _divisor: float = 1.0
+    gradients: Sequence[Tensor], ranks: int, wire_format: str, _dtype: torch.dtype | int, _divisor: float = 1.0
 ) -> Tensor:
-    nbytes = sum(FORMATS[form].nbytes(_chunk(gradient, ranks)) for gradient in gradients)
+    nbytes = sum(FORMATS[wire_format].nbytes(_chunk(gradient, ranks)) for gradient in gradients)
     return gradients[0].new_empty(ranks * nbytes, dtype=torch.uint8)
 
 
 def _sums(
-    buffer: Tensor, _ranks: int, numels: Sequence[int], _form: str, dtype: torch.dtype | int, _mean: bool
+    buffer: Tensor, _ranks: int, numels: Sequence[int], _wire_format: str, dtype: torch.dtype | int, _mean: bool
 ) -> Tensor:
     (dtype,) = as_dtypes([dtype])
     return buffer.new_empty(sum(numels), dtype=dtype)
 
 
 _SCHEMAS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
-    encode_shards: ("(Tensor[] shards, int[] numels, str form) -> Tensor", _encoded_shards),
-    decode_weights: ("(Tensor buffer, int ranks, int[] numels, str form, ScalarType dtype) -> Tensor[]", _weights),
+    encode_shards: ("(Tensor[] shards, int[] numels, str wire_format) -> Tensor", _encoded_shards),
+    decode_weights: (
+        "(Tensor buffer, int ranks, int[] numels, str wire_format, ScalarType dtype) -> Tensor[]",
+        _weights,
+    ),
     encode_gradients: (
-        "(Tensor[] gradients, int ranks, str form, ScalarType dtype, float divisor=1.0) -> Tensor",
+        "(Tensor[] gradients, int ranks, str wire_format, ScalarType dtype, float divisor=1.0) -> Tensor",
         _encoded_gradients,
     ),
     decode_sums: (
-        "(Tensor buffer, int ranks, int[] numels, str form, ScalarType dtype, bool mean) -> Tensor",
+        "(Tensor buffer, int ranks, int[] numels, str wire_format, ScalarType dtype, bool mean) -> Tensor",
         _sums,
     ),
 }

@@ -78,71 +78,71 @@ def blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def encode(values: Tensor, out: Tensor, form: Encoding) -> None:
-    """Encode each row of ``values``, (rows, numel), into a row of ``out``, (rows, ``form.nbytes(numel)``) bytes.
+def encode(values: Tensor, out: Tensor, encoding: Encoding) -> None:
+    """Encode each row of ``values``, (rows, numel), into a row of ``out``, (rows, ``encoding.nbytes(numel)``) bytes.
 
     Both tensors are contiguous in their last dim, and ``values`` in all.
     """
     rows, numel = values.shape
-    if form.largest is None:
+    if encoding.largest is None:
         out.view(torch.bfloat16)[:, :numel].copy_(values)
         return
     if _in_cpp(values):
-        _cpp().encode(*_memory(values), rows, numel, out.data_ptr(), out.stride(0), _KIND[form], form.rotates)
+        _cpp().encode(*_memory(values), rows, numel, out.data_ptr(), out.stride(0), _KIND[encoding], encoding.rotates)
         return
     values = functional.pad(values, (0, -numel % BLOCK)) if numel % BLOCK else values
     values = values.unflatten(1, (-1, BLOCK))
-    quantized, scales = _parts(out, form)
-    if not values.is_cuda or not form.rotates:
-        scales.copy_(_kernel(quantize, form, values)(values, quantized, form))
+    quantized, scales = _parts(out, encoding)
+    if not values.is_cuda or not encoding.rotates:
+        scales.copy_(_kernel(quantize, encoding, values)(values, quantized, encoding))
         return
     for row in range(rows):
         for start in range(0, values.shape[1], _ROTATED_TOGETHER):
             here = row, slice(start, start + _ROTATED_TOGETHER)
-            scales[here] = _kernel(quantize, form, values[here])(values[here], quantized[here], form)
+            scales[here] = _kernel(quantize, encoding, values[here])(values[here], quantized[here], encoding)
 
 
-def decode(rows: Tensor, out: Tensor, form: Encoding) -> None:
+def decode(rows: Tensor, out: Tensor, encoding: Encoding) -> None:
     """Decode each row of bytes into a row of ``out``, (rows, numel), contiguous, in the dtype of ``out``."""
     numel = out.shape[1]
-    if form.largest is None:
+    if encoding.largest is None:
         out.copy_(rows.view(torch.bfloat16)[:, :numel])
         return
     if _in_cpp(out):
-        _cpp().decode(rows.data_ptr(), rows.stride(0), len(rows), numel, *_memory(out), _KIND[form])
+        _cpp().decode(rows.data_ptr(), rows.stride(0), len(rows), numel, *_memory(out), _KIND[encoding])
         return
-    quantized, scales = _parts(rows, form)
+    quantized, scales = _parts(rows, encoding)
     whole = out if numel % BLOCK == 0 else out.new_empty(len(rows), blocks(numel) * BLOCK)
     into = whole.unflatten(1, (-1, BLOCK))
-    _kernel(dequantize, form, into)(quantized, scales, into, form)
+    _kernel(dequantize, encoding, into)(quantized, scales, into, encoding)
     if whole is not out:
         out.copy_(whole[:, :numel])
 
 
-def decode_sum(rows: Tensor, out: Tensor, form: Encoding, divisor: float) -> None:
+def decode_sum(rows: Tensor, out: Tensor, encoding: Encoding, divisor: float) -> None:
     """Write the sum of all decoded rows over ``divisor`` into ``out``, (numel,).
 
     Rows are added in their order, in float32, whatever the dtype of ``out``.
     """
     numel = out.numel()
-    if form.largest is None:
+    if encoding.largest is None:
         quantized, scales = rows.view(torch.bfloat16)[:, :numel].unsqueeze(1), None
         whole = 1, numel
     elif _in_cpp(out):
-        memory, kind = _memory(out), _KIND[form]
-        _cpp().decode_sum(rows.data_ptr(), rows.stride(0), len(rows), numel, *memory, kind, form.rotates, divisor)
+        memory, kind = _memory(out), _KIND[encoding]
+        _cpp().decode_sum(rows.data_ptr(), rows.stride(0), len(rows), numel, *memory, kind, encoding.rotates, divisor)
         return
     else:
-        quantized, scales = _parts(rows, form)
+        quantized, scales = _parts(rows, encoding)
         whole = blocks(numel), BLOCK
-    in_place = out.dtype is torch.float32 and whole[0] * whole[1] == numel and not form.rotates
+    in_place = out.dtype is torch.float32 and whole[0] * whole[1] == numel and not encoding.rotates
     total = out.view(whole) if in_place else out.new_empty(whole, dtype=torch.float32)
     for first in range(0, len(rows), _ADDED_TOGETHER):
         some = slice(first, first + _ADDED_TOGETHER)
         by = divisor if first + _ADDED_TOGETHER >= len(rows) else 1.0
         given = quantized[some], None if scales is None else scales[some]
-        _kernel(add_up, form, given[0])(*given, total, form, first == 0, by)
-    if form.rotates:
+        _kernel(add_up, encoding, given[0])(*given, total, encoding, first == 0, by)
+    if encoding.rotates:
         for start in range(0, len(total), _ROTATED_TOGETHER):
             end = start + _ROTATED_TOGETHER
             total[start:end] = _rotated(total[start:end])
@@ -150,58 +150,59 @@ def decode_sum(rows: Tensor, out: Tensor, form: Encoding, divisor: float) -> Non
         out.copy_(total.view(-1)[:numel])
 
 
-def quantize(values: Tensor, quantized: Tensor, form: Encoding) -> Tensor:
+def quantize(values: Tensor, quantized: Tensor, encoding: Encoding) -> Tensor:
     """Write blocks of ``values``, (..., blocks, 128), into ``quantized``, (..., blocks, bytes); return their scales.
 
     Scales are returned and not written, as AOTAutograd takes no two views of one buffer of which one is written.
     """
     x = values.float()
-    if form.rotates:
+    if encoding.rotates:
         x = _rotated(x)
-    assert form.largest is not None
-    scale = x.abs().amax(-1) * (1 / form.largest)
+    assert encoding.largest is not None
+    scale = x.abs().amax(-1) * (1 / encoding.largest)
     # Where the scale is too small to have an inverse all values are, too.
     inverse = torch.where(scale < _SMALLEST, 0.0, 1 / scale)
-    x = (x * inverse.unsqueeze(-1)).clamp(-form.largest, form.largest)
-    if form.bits == 4:
+    x = (x * inverse.unsqueeze(-1)).clamp(-encoding.largest, encoding.largest)
+    if encoding.bits == 4:
         x = x.round().to(torch.int8).add(8).view(torch.uint8)
         quantized.copy_(x[..., : BLOCK // 2] | (x[..., BLOCK // 2 :] << 4))
-    elif form.largest == _QUANTIZED["fp8"].largest:
+    elif encoding.largest == _QUANTIZED["fp8"].largest:
         quantized.copy_(x.to(torch.float8_e4m3fn).view(torch.uint8))
     else:
         quantized.copy_(x.round().to(torch.int8).view(torch.uint8))
     return scale
 
 
-def dequantize(quantized: Tensor, scales: Tensor, out: Tensor, form: Encoding) -> None:
+def dequantize(quantized: Tensor, scales: Tensor, out: Tensor, encoding: Encoding) -> None:
     """Write decoded blocks, (..., blocks, 128), into ``out``; still rotated, if the format rotates."""
-    out.copy_(_values(quantized, scales, form))
+    out.copy_(_values(quantized, scales, encoding))
 
 
 def add_up(
-    quantized: Tensor, scales: Tensor | None, total: Tensor, form: Encoding, first: bool, divisor: float
+    quantized: Tensor, scales: Tensor | None, total: Tensor, encoding: Encoding, first: bool, divisor: float
 ) -> None:
     """Add the decoded blocks of some ranks, (ranks, blocks, 128), to ``total`` and divide; ``first``: total was 0."""
     terms = [
-        _values(each, None if scales is None else scales[rank], form) for rank, each in enumerate(quantized.unbind(0))
+        _values(each, None if scales is None else scales[rank], encoding)
+        for rank, each in enumerate(quantized.unbind(0))
     ]
     x = functools.reduce(torch.add, terms if first else [total, *terms])
     total.copy_(x if divisor == 1 else x / divisor)
 
 
-def _values(quantized: Tensor, scales: Tensor | None, form: Encoding) -> Tensor:
+def _values(quantized: Tensor, scales: Tensor | None, encoding: Encoding) -> Tensor:
     if scales is None:
         return quantized.float()
-    if form.bits == 4:
+    if encoding.bits == 4:
         x = torch.cat([quantized & 15, quantized >> 4], -1).view(torch.int8).sub(8)
     else:
-        x = quantized.view(torch.float8_e4m3fn if form.largest == _QUANTIZED["fp8"].largest else torch.int8)
+        x = quantized.view(torch.float8_e4m3fn if encoding.largest == _QUANTIZED["fp8"].largest else torch.int8)
     return x.float() * scales.unsqueeze(-1)
 
 
-def _parts(rows: Tensor, form: Encoding) -> tuple[Tensor, Tensor]:
+def _parts(rows: Tensor, encoding: Encoding) -> tuple[Tensor, Tensor]:
     """Return views of encoded rows: quantised values, (rows, blocks, bytes of a block), and scales, (rows, blocks)."""
-    size = BLOCK * form.bits // 8
+    size = BLOCK * encoding.bits // 8
     count = rows.shape[1] // (size + 4)
     values, scales = rows.split([count * size, count * 4], dim=1)
     return values.unflatten(1, (count, size)), scales.view(torch.float32)
@@ -219,15 +220,15 @@ def _rotated(x: Tensor) -> Tensor:
     return x * BLOCK**-0.5
 
 
-def _kernel(function: Callable[..., Any], form: Encoding, values: Tensor) -> Callable[..., Any]:
+def _kernel(function: Callable[..., Any], encoding: Encoding, values: Tensor) -> Callable[..., Any]:
     """Return ``function``, compiled for a GPU."""
-    return _compiled(function, form, values.dtype) if values.is_cuda else function
+    return _compiled(function, encoding, values.dtype) if values.is_cuda else function
 
 
 @functools.cache
-def _compiled(function: Any, form: Encoding, dtype: torch.dtype) -> Callable[..., Any]:
+def _compiled(function: Any, encoding: Encoding, dtype: torch.dtype) -> Callable[..., Any]:
     """Return a compiled copy of ``function`` with code of its own, as torch limits recompilations of one code."""
-    name = f"{function.__name__}_{form.bits}_{dtype}".replace(".", "_")
+    name = f"{function.__name__}_{encoding.bits}_{dtype}".replace(".", "_")
     own = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
     return torch.compile(own, dynamic=True)
 

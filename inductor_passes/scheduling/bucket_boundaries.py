@@ -89,7 +89,7 @@ def _last_buckets(chain: Sequence[_Use]) -> Iterator[tuple[float, float, int]]:
         channel = overhead = 0.0
         for kind, (count, nbytes) in sums.items():
             more = math.inf if kind.member_s is None else (count - 1) * kind.member_s
-            copies = nbytes * kind.copy_s_per_byte if count > 1 or kind.form is not None else 0.0
+            copies = nbytes * kind.copy_s_per_byte if count > 1 or kind.wire_format is not None else 0.0
             channel += max(
                 kind.seconds(nbytes), kind.all_reduce_after.seconds(nbytes) if kind.all_reduce_after else 0.0
             ) + (more if more < copies else 0.0)

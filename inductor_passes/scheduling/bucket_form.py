@@ -23,12 +23,12 @@ def by_kind(members: Iterable[Any]) -> dict[CollectiveKind, list[Any]]:
 
 def are_grouped(gathers: Sequence[Gather]) -> bool:
     """Return whether these gathers of one kind are a group where their bucket is grouped."""
-    return len(gathers) > 1 and gathers[0].kind.form is None and len({gather.dtype for gather in gathers}) == 1
+    return len(gathers) > 1 and gathers[0].kind.wire_format is None and len({gather.dtype for gather in gathers}) == 1
 
 
 def reduced_in_place(reductions: Sequence[Reduction]) -> list[Reduction]:
     """Return those of these reductions of one kind that are not packed where their bucket is grouped."""
-    grouped = len(reductions) > 1 and reductions[0].kind.form is None
+    grouped = len(reductions) > 1 and reductions[0].kind.wire_format is None
     return [reduction for reduction in reductions if reduction.in_place] if grouped else []
 
 

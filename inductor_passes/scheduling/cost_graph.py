@@ -34,7 +34,7 @@ class CollectiveKind(NamedTuple):
     """Seconds that each member of a group takes on the channel beyond the first; ``None``: nothing is grouped."""
     name: str = ""
     """A name that tells apart kinds that cost the same but cannot be merged."""
-    form: str | None = None
+    wire_format: str | None = None
     """The wire format: members are encoded and decoded, one by one too; ``None``: they travel as they are."""
     wire: float = 1.0
     """Bytes on the wire for each byte of the whole tensor."""
@@ -44,26 +44,26 @@ class CollectiveKind(NamedTuple):
     def seconds(self, nbytes: int) -> float:
         return self.alpha_s + nbytes * self.s_per_byte
 
-    def in_format(self, form: str, dtype: torch.dtype, plain: "CollectiveKind") -> "CollectiveKind":
+    def in_format(self, wire_format: str, dtype: torch.dtype, plain: "CollectiveKind") -> "CollectiveKind":
         """Return the kind of a collective of this kind that carries values of ``dtype`` in a wire format.
 
         Args:
             plain: the kind of the collective that carries the values as they are.
         """
-        wire = FORMATS[form].nbytes(BLOCK) / BLOCK / dtype.itemsize
+        wire = FORMATS[wire_format].nbytes(BLOCK) / BLOCK / dtype.itemsize
         return self._replace(
             s_per_byte=self.s_per_byte * wire,
             issue_s_per_byte=self.issue_s_per_byte * wire,
             copy_s_per_byte=self.copy_s_per_byte * (1 + wire) / 2,
             member_s=None,
-            form=form,
+            wire_format=wire_format,
             wire=wire,
             plain=plain,
         )
 
     def sent(self, nbytes: int) -> int:
         """Return the bytes on the wire, and so of the collective's buffer, of a whole tensor of ``nbytes``."""
-        return nbytes if self.form is None else round(nbytes * self.wire)
+        return nbytes if self.wire_format is None else round(nbytes * self.wire)
 
 
 class Gather(NamedTuple):

@@ -374,8 +374,8 @@ def _in_format(collective: Collective, carrier: CollectiveKind, plain: Collectiv
         carrier: the kind of a collective that would carry as many bytes as ``plain``.
         plain: the kind of the collective as it is.
     """
-    form = collective.form
-    return plain if form is None else carrier.in_format(form, collective.input.meta["val"].dtype, plain)
+    wire_format = collective.wire_format
+    return plain if wire_format is None else carrier.in_format(wire_format, collective.input.meta["val"].dtype, plain)
 
 
 class _Kinds(NamedTuple):
@@ -396,7 +396,7 @@ class _Kinds(NamedTuple):
             all_reduce = self._kind("all_reduce", reduction.all_reduce_after.options[-1], ranks, None, "")
         group, name = reduction.options[-1], repr(reduction.reduction_kind())
         plain = self._kind(kind, group, 1, all_reduce, name)
-        if reduction.form is None:
+        if reduction.wire_format is None:
             return plain
         return _in_format(reduction, self._kind("all_to_all", group, 1, all_reduce, name), plain)
 

@@ -36,14 +36,16 @@ def narrowed(graph: CostGraph, chosen: Narrowed) -> CostGraph:
     )
 
 
-def gathered_in(graph: CostGraph, form: str) -> CostGraph:
-    """Return the graph with all weights that have no wire format gathered in format ``form``."""
+def gathered_in(graph: CostGraph, wire_format: str) -> CostGraph:
+    """Return the graph with all weights that have no wire format gathered in a wire format."""
 
     def narrow(gather: Gather) -> Gather:
         kind, dtype = gather.kind, getattr(torch, gather.dtype.removeprefix("torch."), None)
-        if kind.form is not None or dtype not in DTYPES:
+        if kind.wire_format is not None or dtype not in DTYPES:
             return gather
-        return gather._replace(kind=kind.in_format(form, dtype, kind)._replace(name=f"{kind.name} {form} {dtype}"))
+        return gather._replace(
+            kind=kind.in_format(wire_format, dtype, kind)._replace(name=f"{kind.name} {wire_format} {dtype}")
+        )
 
     return graph._replace(gathers=tuple(map(narrow, graph.gathers)))
 
@@ -51,8 +53,8 @@ def gathered_in(graph: CostGraph, form: str) -> CostGraph:
 def all_narrowed(graphs: Sequence[CostGraph]) -> Narrowed:
     """Return all members of these graphs that have a wire format."""
     return Narrowed(
-        frozenset(gather.fqn for graph in graphs for gather in graph.gathers if gather.kind.form is not None),
-        frozenset(r.fqn for graph in graphs for r in graph.reductions if r.kind.form is not None),
+        frozenset(gather.fqn for graph in graphs for gather in graph.gathers if gather.kind.wire_format is not None),
+        frozenset(r.fqn for graph in graphs for r in graph.reductions if r.kind.wire_format is not None),
     )
 
 

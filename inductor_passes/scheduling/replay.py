@@ -120,7 +120,7 @@ class Replay:
             nbytes = sum(gather.nbytes for gather in mergeable)
             grouped = form == "grouped" and are_grouped(mergeable)
             packed = len(mergeable) > 1 and not grouped
-            if kind.form is not None:
+            if kind.wire_format is not None:
                 held, copied = round(kind.sent(nbytes) * kind.shard), round(nbytes * kind.shard)
             else:
                 held = round(nbytes * kind.shard) if packed else sum(gather.prepared for gather in mergeable)
@@ -130,7 +130,7 @@ class Replay:
             self.undecoded += nbytes - kind.sent(nbytes)
             fqns = tuple(gather.fqn for gather in mergeable)
             parts = len(mergeable) if grouped else 1
-            copied = nbytes if packed or kind.form is not None else 0
+            copied = nbytes if packed or kind.wire_format is not None else 0
             spans.append(self._issue("gather", kind, fqns, nbytes, held, copied, parts))
         return spans
 
@@ -142,7 +142,7 @@ class Replay:
             nbytes = sum(reduction.nbytes for reduction in mergeable)
             own = reduced_in_place(mergeable) if form == "grouped" else []
             sent = kind.sent(nbytes)
-            if kind.form is not None:
+            if kind.wire_format is not None:
                 self._note(sent)
                 self.clock += nbytes * kind.copy_s_per_byte
                 self._use(sent)  # for what is received
@@ -154,7 +154,7 @@ class Replay:
             self._use(sum(reduction.result for reduction in mergeable))
             fqns = tuple(reduction.fqn for reduction in mergeable)
             parts = len(own) + (len(mergeable) > len(own)) if own else 1
-            freed = nbytes if kind.form is None else 2 * sent
+            freed = nbytes if kind.wire_format is None else 2 * sent
             spans.append(self._issue("reduce", kind, fqns, nbytes, parts=parts)._replace(freed=freed))
         return spans
 
@@ -170,7 +170,7 @@ class Replay:
     def await_reduction(self, span: CollectiveSpan) -> CollectiveSpan | None:
         """Await a reduction; issue and return the all-reduce that follows, if there is one."""
         self._wait(span)
-        if span.kind.form is not None:
+        if span.kind.wire_format is not None:
             self.clock += span.kind.sent(span.nbytes) * span.kind.copy_s_per_byte / 2  # read and added up
         if (following := span.kind.all_reduce_after) is not None:
             return self._issue("all-reduce", following, span.fqns, span.nbytes)._replace(freed=span.freed)

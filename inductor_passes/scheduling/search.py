@@ -436,7 +436,7 @@ class _GatherIssue:
         copied = [0] * len(graph.live_bytes_at_slot)
         for use, nbytes, members in zip(self.uses, self._nbytes, self.members, strict=True):
             kind = graph.gathers[members[0]].kind
-            copied[use] = max(copied[use], kind.sent(nbytes) if len(members) > 1 or kind.form is not None else 0)
+            copied[use] = max(copied[use], kind.sent(nbytes) if len(members) > 1 or kind.wire_format is not None else 0)
         self._read = list(accumulate(run.last_read, initial=0))
         """Bytes of weights that are not needed any longer, at each slot."""
         in_use = zip(graph.live_bytes_at_slot, copied, (*graph.live_bytes_in_step, 0), self._read, strict=False)

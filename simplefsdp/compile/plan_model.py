@@ -195,8 +195,8 @@ def _wire_formats(
     gathered: dict[str, str | None] = {}
     reduced: dict[str, str | None] = {}
     for graph in graphs:
-        gathered |= {gather.fqn: gather.kind.form for gather in graph.gathers}
-        reduced |= {reduction.fqn: reduction.kind.form for reduction in graph.reductions}
+        gathered |= {gather.fqn: gather.kind.wire_format for gather in graph.gathers}
+        reduced |= {reduction.fqn: reduction.kind.wire_format for reduction in graph.reductions}
     every = (WireFormats(fqn, gathered.get(fqn), reduced.get(fqn)) for fqn, _ in parameters)
     return tuple(each for each in every if each.gather or each.reduce)
 

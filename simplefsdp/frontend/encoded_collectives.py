@@ -37,25 +37,27 @@ def encoded_by_passes() -> Iterator[None]:
         _thread.passes_encode = before
 
 
-def encodes_here(form: str | None) -> bool:
-    """Return whether a collective that has format ``form`` is encoded where it is issued."""
-    return form is not None and not _thread.passes_encode
+def encodes_here(wire_format: str | None) -> bool:
+    """Return whether a collective that has this wire format is encoded where it is issued."""
+    return wire_format is not None and not _thread.passes_encode
 
 
-def all_gather(shard: Tensor, numel: int, ranks: int, group: str, form: str, dtype: torch.dtype) -> Tensor:
+def all_gather(shard: Tensor, numel: int, ranks: int, group: str, wire_format: str, dtype: torch.dtype) -> Tensor:
     """Return all ranks' shards in ``dtype``, (ranks * numel,), each zero-padded to ``numel`` elements."""
-    gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(ENCODE_SHARDS([shard], [numel], form), ranks, group))
-    return DECODE_WEIGHTS(gathered, ranks, [numel], form, dtype)[0]
+    gathered = _c10d.wait_tensor(
+        _c10d.all_gather_into_tensor(ENCODE_SHARDS([shard], [numel], wire_format), ranks, group)
+    )
+    return DECODE_WEIGHTS(gathered, ranks, [numel], wire_format, dtype)[0]
 
 
-def reduce_scatter(rows: Tensor, operator: str, ranks: int, group: str, form: str) -> Tensor:
+def reduce_scatter(rows: Tensor, operator: str, ranks: int, group: str, wire_format: str) -> Tensor:
     """Return this rank's rows of the sum (``operator="sum"``) or mean (``"avg"``) of all ranks' ``rows``.
 
     The number of rows is divisible by ``ranks``, as for ``reduce_scatter_tensor``; the result has the dtype of
     ``rows``.
     """
-    encoded = ENCODE_GRADIENTS([rows], ranks, form, rows.dtype)
+    encoded = ENCODE_GRADIENTS([rows], ranks, wire_format, rows.dtype)
     splits = [encoded.numel() // ranks] * ranks
     received = _c10d.wait_tensor(_c10d.all_to_all_single(encoded, splits, splits, group))
-    part = DECODE_SUMS(received, ranks, [rows.numel() // ranks], form, rows.dtype, operator == "avg")
+    part = DECODE_SUMS(received, ranks, [rows.numel() // ranks], wire_format, rows.dtype, operator == "avg")
     return part.view(rows.shape[0] // ranks, *rows.shape[1:])

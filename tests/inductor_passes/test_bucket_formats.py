@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 
 from inductor_passes.bucket import assign, bucket, drop_formats
-from inductor_passes.collectives import ALL_TO_ALL, FORM, FQNS, gathers, reductions
+from inductor_passes.collectives import ALL_TO_ALL, FQNS, WIRE_FORMAT, gathers, reductions
 from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS
 from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS
 from inductor_passes.ops.wire_formats import DTYPES, GATHER_FORMATS, REDUCE_FORMATS
@@ -59,7 +59,7 @@ def with_formats(specs: list[Any], data: st.DataObject) -> tuple[Graph, list[tor
         form = data.draw(st.sampled_from([None, *names[:3]])) if dtype in DTYPES else None
         forms[collective.fqns[0]] = form
         if form is not None:
-            collective.node.meta[FORM] = form
+            collective.node.meta[WIRE_FORMAT] = form
     return graph, inputs, forms
 
 
@@ -95,7 +95,7 @@ def test_any_buckets_give_the_values_of_members_alone(specs, data):
 def test_dropped_formats_leave_the_graph_of_none(specs, data):
     graph, inputs, forms = with_formats(specs, data)
     drop_formats(graph, (), ())
-    assert not [node for node in graph.nodes if FORM in node.meta]
+    assert not [node for node in graph.nodes if WIRE_FORMAT in node.meta]
     carried_out(graph, [list(forms)])
     plain, _ = chains(specs)
     expected = values(carried_out(plain, [list(forms)]), inputs)
@@ -111,7 +111,7 @@ def test_roles_in_communication_are_those_of_packed_buckets():
         graph, _ = chains(specs)
         for collective in [*gathers(graph), *reductions(graph)]:
             if form is not None:
-                collective.node.meta[FORM] = form
+                collective.node.meta[WIRE_FORMAT] = form
         carried_out(graph, [["p0", "p1"], ["p2", "p3"]])
         found, items = graph_items(graph)
         assert bool(nodes(graph, PACK_SHARDS) or nodes(graph, PACK_GRADIENTS)) == (form is None)

@@ -289,8 +289,8 @@ def test_a_wire_format_is_fewer_bytes_over_the_collective_that_carries_it() -> N
         assert narrow.nbytes == wide.nbytes
         assert kind.member_s is None
     gather, reduction = found[0].gathers[0].kind, found[1].reductions[0].kind
-    assert (gather.form, gather.wire) == ("int8", pytest.approx((128 + 4) / 512))
-    assert (reduction.form, reduction.wire) == ("int4", pytest.approx((64 + 4) / 512))
+    assert (gather.wire_format, gather.wire) == ("int8", pytest.approx((128 + 4) / 512))
+    assert (reduction.wire_format, reduction.wire) == ("int4", pytest.approx((64 + 4) / 512))
     assert gather.s_per_byte == pytest.approx(plain[0].gathers[0].kind.s_per_byte * gather.wire)
     assert reduction.s_per_byte == pytest.approx(4 / 100 * reduction.wire)  # an all-to-all, by ``Rates``
     assert reduction.alpha_s == 4.0

@@ -16,7 +16,7 @@ NOTHING = Narrowed(frozenset(), frozenset())
 
 def encoded(kind: CollectiveKind, wire: float = 0.25) -> CollectiveKind:
     """``kind`` in a format that sends a part of the bytes."""
-    return kind._replace(s_per_byte=kind.s_per_byte * wire, member_s=None, form="int8", wire=wire, plain=kind)
+    return kind._replace(s_per_byte=kind.s_per_byte * wire, member_s=None, wire_format="int8", wire=wire, plain=kind)
 
 
 def with_formats(graph: CostGraph) -> CostGraph:

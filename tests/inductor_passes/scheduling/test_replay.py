@@ -298,7 +298,7 @@ def test_the_bound_is_reached_where_nothing_can_be_hidden() -> None:
 
 
 def test_a_weight_in_a_wire_format_is_small_until_it_is_decoded() -> None:
-    kind = SLOW._replace(s_per_byte=0.02, copy_s_per_byte=0.01, shard=0.5, form="int8", wire=0.2)
+    kind = SLOW._replace(s_per_byte=0.02, copy_s_per_byte=0.01, shard=0.5, wire_format="int8", wire=0.2)
     timeline = replay(forward(kind), Schedule((ScheduledBucket((0,), 0, 0), ScheduledBucket((1, 2), 0, 1)), ()))
     # Half of 10 and of 20 bytes are encoded, 10 and 20 bytes decoded; 1.2 and 1.4 s on the way.
     assert timeline.seconds == pytest.approx(0.05 + 0.1 + 9.0 + (1.2 - 0.1) + 0.1 + 0.2)
@@ -309,7 +309,7 @@ def test_a_weight_in_a_wire_format_is_small_until_it_is_decoded() -> None:
 
 
 def test_a_gradient_in_a_wire_format_has_a_buffer_to_send_and_one_to_receive() -> None:
-    kind = SLOW._replace(s_per_byte=0.02, copy_s_per_byte=0.01, form="int8", wire=0.2)
+    kind = SLOW._replace(s_per_byte=0.02, copy_s_per_byte=0.01, wire_format="int8", wire=0.2)
     schedule = Schedule((), tuple(ScheduledBucket((i,), i + 1, 4) for i in range(3)))
     timeline = replay(backward(kind), schedule)
     # 10 bytes are encoded in 0.1 s; the last transfer is exposed, and its 2 received bytes are added up in 0.01 s.

@@ -161,7 +161,7 @@ def test_wire_formats_are_planned(
     assert " reduced, sent as " in given
     (explanation,) = read(tmp_path / "given").values()
     kind = explanation.costs.forward.gathers[0].kind
-    assert (kind.form, kind.plain.form) == ("int8", None)
+    assert (kind.wire_format, kind.plain.wire_format) == ("int8", None)
     assert not found["none"].wire
     assert {each[1:] for each in found["given"].wire} == {("int8", "int8")}
     assert len(found["given"].wire) == len(found["given"].parameters)
