@@ -17,6 +17,7 @@ the bits of the functions here; on a GPU through kernels that ``torch.compile`` 
 
 import ctypes
 import functools
+import re
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -141,7 +142,7 @@ def decode_sum(rows: Tensor, out: Tensor, encoding: Encoding, divisor: float) ->
         some = slice(first, first + _ADDED_TOGETHER)
         by = divisor if first + _ADDED_TOGETHER >= len(rows) else 1.0
         given = quantized[some], None if scales is None else scales[some]
-        _kernel(add_up, encoding, given[0])(*given, total, encoding, first == 0, by)
+        _kernel(add_up, encoding, given[0], first == 0, by)(*given, total, encoding, first == 0, by)
     if encoding.rotates:
         for start in range(0, len(total), _ROTATED_TOGETHER):
             end = start + _ROTATED_TOGETHER
@@ -220,15 +221,15 @@ def _rotated(x: Tensor) -> Tensor:
     return x * BLOCK**-0.5
 
 
-def _kernel(function: Callable[..., Any], encoding: Encoding, values: Tensor) -> Callable[..., Any]:
-    """Return ``function``, compiled for a GPU."""
-    return _compiled(function, encoding, values.dtype) if values.is_cuda else function
+def _kernel(function: Callable[..., Any], encoding: Encoding, values: Tensor, *numbers: float) -> Callable[..., Any]:
+    """Return ``function``, compiled for a GPU; ``numbers``: further arguments that its code depends on."""
+    return _compiled(function, encoding, values.dtype, *numbers) if values.is_cuda else function
 
 
 @functools.cache
-def _compiled(function: Any, encoding: Encoding, dtype: torch.dtype) -> Callable[..., Any]:
+def _compiled(function: Any, *depends_on: Any) -> Callable[..., Any]:
     """Return a compiled copy of ``function`` with code of its own, as torch limits recompilations of one code."""
-    name = f"{function.__name__}_{encoding.bits}_{dtype}".replace(".", "_")
+    name = "_".join([function.__name__, *(re.sub(r"\W+", "_", str(each)) for each in depends_on)])
     own = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
     return torch.compile(own, dynamic=True)
 
