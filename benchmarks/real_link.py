@@ -37,6 +37,18 @@ def measured() -> tuple[Network, dict[str, LinkFit]]:
     return network, fits["between"]
 
 
+def small_llama() -> Workload:
+    """The Llama that two ranks train over a link, in fp32."""
+    return Workload(
+        lambda: llama.build("debug", dim=192, layers=3, ffn_dim=576),
+        batch=4,
+        seq=128,
+        vocab_size=256,
+        device=torch.device("cpu"),
+        parallelism=Parallelism(init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(), True),
+    )
+
+
 def train(system: str, steps: int, network: Network | None) -> list[float]:
     """Seconds of each step of this rank, rehearsed if there is a network."""
     rank = dist.get_rank()
@@ -47,15 +59,7 @@ def train(system: str, steps: int, network: Network | None) -> list[float]:
     if network is not None:
         dist.destroy_process_group()
         dist.init_process_group("rehearsal", rank=rank, world_size=2, store=dist.HashStore(), pg_options=world)
-    workload = Workload(
-        lambda: llama.build("debug", dim=192, layers=3, ffn_dim=576),
-        batch=4,
-        seq=128,
-        vocab_size=256,
-        device=torch.device("cpu"),
-        parallelism=Parallelism(init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(), True),
-    )
-    training_run = TrainingRun(system, SYSTEMS[system], workload, world)
+    training_run = TrainingRun(system, SYSTEMS[system], small_llama(), world)
     time.sleep(max(0.0, begin_together - time.time()))
     for _ in range(3):
         training_run.step(network)

@@ -27,11 +27,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.overlap import RESULTS, SCENARIOS, Scenario, prepared, restored_config
 from benchmarks.rate_limited import link, permitted, run
+from benchmarks.real_link import small_llama
 from examples import data
 from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS
 from inductor_passes.ops.wire_formats import GATHER_FORMATS, REDUCE_FORMATS
@@ -39,9 +38,8 @@ from simplefsdp.frontend.wire_format import WireFormat
 from simplefsdp.hardware.profile import flat, network
 from simplefsdp.models import llama
 from simplefsdp.rehearsal.group import World
-from simplefsdp.rehearsal.systems import Parallelism, simplefsdp_system
+from simplefsdp.rehearsal.systems import simplefsdp_system
 from simplefsdp.rehearsal.timing import TrainingRun, fresh_compile_cache, measure
-from simplefsdp.rehearsal.workload import Workload
 
 FORMATS = {
     "none": None,
@@ -169,16 +167,7 @@ def _relative(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> f
 def train(what: str, steps: int) -> list[float]:
     """Seconds of each step of this rank of a real process group."""
     torch.set_num_threads(1)
-    world = World(None)
-    workload = Workload(
-        lambda: llama.build("debug", dim=192, layers=3, ffn_dim=576),
-        batch=4,
-        seq=128,
-        vocab_size=256,
-        device=torch.device("cpu"),
-        parallelism=Parallelism(init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(), True),
-    )
-    one = TrainingRun(what, simplefsdp_system("block", wire=FORMATS[what]), workload, world)
+    one = TrainingRun(what, simplefsdp_system("block", wire=FORMATS[what]), small_llama(), World(None))
     for _ in range(3):
         one.step(None)
     dist.barrier()

@@ -24,10 +24,9 @@ from inductor_passes.torch_compat.library import as_dtypes
 
 def encode_shards(shards: Sequence[Tensor], numels: Sequence[int], wire_format: str) -> Tensor:
     """Return the bytes that this rank sends: each shard, zero-padded to its number of elements, in a wire format."""
-    sizes = [FORMATS[wire_format].nbytes(numel) for numel in numels]
-    buffer = shards[0].new_empty(sum(sizes), dtype=torch.uint8)
-    for part, shard, numel in zip(buffer.split(sizes), shards, numels, strict=True):
-        encode(_padded(shard, numel).view(1, numel), part.view(1, -1), FORMATS[wire_format])
+    buffer = _encoded_shards(shards, numels, wire_format)
+    for part, shard, numel in zip(_parts(buffer, 1, numels, wire_format), shards, numels, strict=True):
+        encode(_padded(shard, numel).view(1, numel), part, FORMATS[wire_format])
     return buffer
 
 
@@ -36,8 +35,7 @@ def decode_weights(
 ) -> list[Tensor]:
     """Return the gathered members of a bucket in ``dtype``: each (ranks * numel,), in an allocation of its own."""
     out = _weights(buffer, ranks, numels, wire_format, dtype)
-    parts = buffer.view(ranks, -1).split([FORMATS[wire_format].nbytes(numel) for numel in numels], dim=1)
-    for part, each in zip(parts, out, strict=True):
+    for part, each in zip(_parts(buffer, ranks, numels, wire_format), out, strict=True):
         decode(part, each.view(ranks, -1), FORMATS[wire_format])
     return out
 
@@ -53,7 +51,7 @@ def encode_gradients(
     buffer = _encoded_gradients(gradients, ranks, wire_format, dtype, divisor)
     (dtype,) = as_dtypes([dtype])
     chunks = [_chunk(gradient, ranks) for gradient in gradients]
-    parts = buffer.view(ranks, -1).split([FORMATS[wire_format].nbytes(chunk) for chunk in chunks], dim=1)
+    parts = _parts(buffer, ranks, chunks, wire_format)
     for part, gradient, chunk in zip(parts, gradients, chunks, strict=True):
         if gradient.dtype.itemsize > dtype.itemsize or divisor != 1:
             gradient = gradient.to(dtype)
@@ -70,10 +68,14 @@ def decode_sums(
     Sums are taken in float32, in the order of the ranks, and rounded to ``dtype`` once.
     """
     out = _sums(buffer, ranks, numels, wire_format, dtype, mean)
-    parts = buffer.view(ranks, -1).split([FORMATS[wire_format].nbytes(numel) for numel in numels], dim=1)
-    for part, each in zip(parts, out.split(list(numels)), strict=True):
+    for part, each in zip(_parts(buffer, ranks, numels, wire_format), out.split(list(numels)), strict=True):
         decode_sum(part, each, FORMATS[wire_format], float(ranks) if mean else 1.0)
     return out
+
+
+def _parts(buffer: Tensor, ranks: int, numels: Sequence[int], wire_format: str) -> tuple[Tensor, ...]:
+    """Return the encoded members of a buffer, each (ranks, bytes)."""
+    return buffer.view(ranks, -1).split([FORMATS[wire_format].nbytes(numel) for numel in numels], dim=1)
 
 
 def _padded(x: Tensor, numel: int) -> Tensor:

@@ -120,17 +120,18 @@ class Replay:
             nbytes = sum(gather.nbytes for gather in mergeable)
             grouped = form == "grouped" and are_grouped(mergeable)
             packed = len(mergeable) > 1 and not grouped
-            if kind.wire_format is not None:
-                held, copied = round(kind.sent(nbytes) * kind.shard), round(nbytes * kind.shard)
+            encoded = kind.wire_format is not None
+            sent = kind.sent(nbytes)
+            if packed or encoded:
+                held, made_from = round(sent * kind.shard), round(nbytes * kind.shard)
             else:
-                held = round(nbytes * kind.shard) if packed else sum(gather.prepared for gather in mergeable)
-                copied = held
-            self.clock += copied * kind.copy_s_per_byte
-            self._use(held + kind.sent(nbytes))
-            self.undecoded += nbytes - kind.sent(nbytes)
+                held = made_from = sum(gather.prepared for gather in mergeable)
+            self.clock += made_from * kind.copy_s_per_byte
+            self._use(held + sent)
+            self.undecoded += nbytes - sent
             fqns = tuple(gather.fqn for gather in mergeable)
             parts = len(mergeable) if grouped else 1
-            copied = nbytes if packed or kind.wire_format is not None else 0
+            copied = nbytes if packed or encoded else 0
             spans.append(self._issue("gather", kind, fqns, nbytes, held, copied, parts))
         return spans
 

@@ -202,7 +202,7 @@ class Passes:
         trace_artifact("simplefsdp_plan", plan.to_json)
         for graph, gathers in ((forward, plan.forward), (backward, plan.backward)):
             assign(graph, gathers, plan.reductions)
-            drop_formats(graph, *({each.fqn for each in plan.wire if each[place]} for place in (1, 2)))
+            drop_formats(graph, *plan.narrowed)
         self._dump_text("plan.json", plan.to_json())
 
     def _dump(self, step: str, graph: Graph) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from inductor_passes.scheduling.bucket_form import with_cheapest_forms
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.issue_points import buckets_of, schedule_of
 from inductor_passes.scheduling.keep_unsharded import choose_unsharded
-from inductor_passes.scheduling.narrow import Narrowed, choose_narrowed, narrowed
+from inductor_passes.scheduling.narrow import choose_narrowed, narrowed
 from inductor_passes.scheduling.replay import Timeline
 from inductor_passes.scheduling.search import TIME_TOLERANCE, greedy_schedule, least_memory_schedule, search_schedule
 from inductor_passes.scheduling.slack import with_slack
@@ -107,7 +107,7 @@ def plan_step(
         plan = _block_or_manual(request.prefetch, step)
     if profile is None:
         return PlannedStep(plan, None, (), None)
-    step = replace(step, cost_graphs=[narrowed(graph, _narrowed_by(plan.wire)) for graph in step.cost_graphs])
+    step = replace(step, cost_graphs=[narrowed(graph, plan.narrowed) for graph in step.cost_graphs])
     costs = step_costs(step.cost_graphs, step.state, profile, memory_limit(request, step.state.resident_bytes))
     replayed = timelines(plan, step.cost_graphs)
     return PlannedStep(plan, costs, replayed, predict(plan, costs, replayed))
@@ -174,13 +174,6 @@ def _with_fewest_formats(step: StepToPlan, limit: float) -> StepToPlan:
         step,
         cost_graphs=[narrowed(graph, chosen) for graph in step.cost_graphs],
         wire=tuple(each for each in wire if each.gather or each.reduce),
-    )
-
-
-def _narrowed_by(wire: Iterable[WireFormats]) -> Narrowed:
-    formats = tuple(wire)
-    return Narrowed(
-        frozenset(each.fqn for each in formats if each.gather), frozenset(each.fqn for each in formats if each.reduce)
     )
 
 

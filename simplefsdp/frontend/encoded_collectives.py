@@ -37,9 +37,9 @@ def encoded_by_passes() -> Iterator[None]:
         _thread.passes_encode = before
 
 
-def encodes_here(wire_format: str | None) -> bool:
-    """Return whether a collective that has this wire format is encoded where it is issued."""
-    return wire_format is not None and not _thread.passes_encode
+def encodes_here() -> bool:
+    """Return whether a collective that has a wire format is encoded where it is issued."""
+    return not _thread.passes_encode
 
 
 def all_gather(shard: Tensor, numel: int, ranks: int, group: str, wire_format: str, dtype: torch.dtype) -> Tensor:

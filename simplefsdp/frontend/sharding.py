@@ -265,7 +265,7 @@ def all_gather(local: Tensor, comm: Communication) -> Tensor:
     ranks, rows = comm.shard_group.ranks, comm.shape[comm.dim]
     local = local.movedim(comm.dim, 0) if comm.dim else local
     padded = -(-rows // ranks)
-    if comm.gather_format is not None and encodes_here(comm.gather_format):
+    if comm.gather_format is not None and encodes_here():
         numel, dtype = padded * local.shape[1:].numel(), comm.param_dtype or local.dtype
         flat = encoded_collectives.all_gather(local, numel, *comm.shard_group[::-1], comm.gather_format, dtype)
         full = flat.view(ranks * padded, *local.shape[1:])
@@ -295,7 +295,7 @@ def reduce(grad: Tensor, comm: Communication, local: Tensor) -> Tensor:
     for i, (group, operator) in enumerate(zip(comm.groups, operators, strict=True)):
         if i or comm.dim is None:
             rows = _c10d.wait_tensor(_c10d.all_reduce(rows, operator, group.name))
-        elif comm.reduce_format is not None and encodes_here(comm.reduce_format):
+        elif comm.reduce_format is not None and encodes_here():
             rows = encoded_collectives.reduce_scatter(rows, operator, *group[::-1], comm.reduce_format)
         else:
             rows = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(rows, operator, group.ranks, group.name))
@@ -310,7 +310,7 @@ def reduce_coalesced(full: list[tuple[Tensor, Communication, Tensor]]) -> list[T
     results: list[Any] = [None if 0 not in comm.shape else torch.zeros_like(local) for _, comm, local in full]
     ways: dict[Any, list[tuple[int, Tensor, float]]] = {}
     for i, (grad, comm, local) in enumerate(full):
-        if results[i] is None and encodes_here(comm.reduce_format):
+        if results[i] is None and comm.reduce_format is not None and encodes_here():
             results[i] = reduce(grad, comm, local)
         elif results[i] is None:
             rows, operators, postdivide = _rows(grad, comm, local)

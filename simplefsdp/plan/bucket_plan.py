@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, get_args
 
 from inductor_passes.ops.wire_formats import GATHER_FORMATS, REDUCE_FORMATS
 from inductor_passes.scheduling.issue_points import Bucket, Form, check_points
+from inductor_passes.scheduling.narrow import Narrowed
 from simplefsdp.text.json_fields import read_file
 from simplefsdp.text.messages import fqn_range, unknown
 
@@ -64,6 +65,14 @@ class BucketPlan:
     """FQN and shape of every parameter of the model, in registration order."""
     wire: tuple[WireFormats, ...] = ()
     """The wire formats of the parameters that have one, in registration order."""
+
+    @property
+    def narrowed(self) -> Narrowed:
+        """The parameters whose weights, and those whose gradients, travel in a wire format."""
+        return Narrowed(
+            frozenset(each.fqn for each in self.wire if each.gather),
+            frozenset(each.fqn for each in self.wire if each.reduce),
+        )
 
     @property
     def hash(self) -> str:

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from inductor_passes import bucket as bucket_pass
 from inductor_passes.bucket import assign, bucket
-from inductor_passes.collectives import ALL_GATHER_GROUP, FQNS, GROUPS, gathers, groups, reductions
+from inductor_passes.collectives import ALL_GATHER_GROUP, ALL_TO_ALL, FQNS, GROUPS, gathers, groups, reductions
 from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS, PREPARE_SHARDS
 from inductor_passes.runtime.graph_dump import render_graph
 from inductor_passes.runtime.record import record_graph, recorded_sequence
@@ -40,6 +40,10 @@ class SameOnEveryRank(Interpreter):
             assert args[0].is_contiguous()
             scattered = args[0].chunk(args[2])[self.rank].clone()
             return scattered * args[2] if args[1] == "sum" else scattered
+        if target is ALL_TO_ALL:
+            source, received, sent, _ = args
+            assert received == sent == [source.numel() // RANKS] * RANKS
+            return torch.cat([source.chunk(RANKS)[self.rank]] * RANKS)
         if target in GROUPS:
             one = ALL_GATHER if target is ALL_GATHER_GROUP else REDUCE_SCATTER
             return [self.call_function(one, (each, *args[1:]), kwargs) for each in args[0]]

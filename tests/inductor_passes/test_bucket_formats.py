@@ -6,8 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 
 from inductor_passes.bucket import assign, bucket, drop_formats
 from inductor_passes.collectives import ALL_TO_ALL, FQNS, WIRE_FORMAT, gathers, reductions
@@ -17,29 +16,9 @@ from inductor_passes.ops.wire_formats import DTYPES, GATHER_FORMATS, REDUCE_FORM
 from inductor_passes.scheduling.issue_points import Bucket
 from inductor_passes.scheduling.order_items import graph_items
 from tests.graphs import ALL_GATHER, REDUCE_SCATTER, copy, nodes
-from tests.inductor_passes.test_bucket import RANKS, SPEC, SameOnEveryRank, chains
+from tests.inductor_passes.test_bucket import SPEC, chains, run
 
 pytestmark = pytest.mark.usefixtures("one_of_four")
-
-
-class Exchanging(SameOnEveryRank):
-    """A rank that all others send the same part to."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is ALL_TO_ALL:
-            source, received, sent, _ = args
-            assert received == sent == [source.numel() // RANKS] * RANKS
-            return torch.cat([source.chunk(RANKS)[self.rank]] * RANKS)
-        return super().call_function(target, args, kwargs)
-
-
-def values(graph: Graph, inputs: list[torch.Tensor]) -> list[Any]:
-    found = []
-    for rank in range(RANKS):
-        one = Exchanging(GraphModule(nn.Module(), graph))
-        one.rank = rank
-        found.append(one.run(*inputs))
-    return found
 
 
 def carried_out(graph: Graph, buckets: list[list[str]]) -> Graph:
@@ -68,12 +47,12 @@ def with_formats(specs: list[Any], data: st.DataObject) -> tuple[Graph, list[tor
 def test_any_buckets_give_the_values_of_members_alone(specs, data):
     graph, inputs, forms = with_formats(specs, data)
     fqns = [f"p{i}" for i in range(len(specs))]
-    alone = values(carried_out(copy(graph), [[fqn] for fqn in fqns]), inputs)
+    alone = run(carried_out(copy(graph), [[fqn] for fqn in fqns]), inputs)
     order = data.draw(st.permutations(fqns))
     boundaries = sorted(data.draw(st.sets(st.integers(1, len(specs)))))
     buckets = [order[a:b] for a, b in zip([0, *boundaries], [*boundaries, len(order)], strict=True)]
     together = carried_out(graph, buckets)
-    torch.testing.assert_close(values(together, inputs), alone, rtol=0, atol=0)
+    torch.testing.assert_close(run(together, inputs), alone, rtol=0, atol=0)
 
     carried = {
         node.meta[FQNS]: node for target in (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL) for node in nodes(graph, target)
@@ -98,8 +77,8 @@ def test_dropped_formats_leave_the_graph_of_none(specs, data):
     assert not [node for node in graph.nodes if WIRE_FORMAT in node.meta]
     carried_out(graph, [list(forms)])
     plain, _ = chains(specs)
-    expected = values(carried_out(plain, [list(forms)]), inputs)
-    torch.testing.assert_close(values(graph, inputs), expected, rtol=0, atol=0)
+    expected = run(carried_out(plain, [list(forms)]), inputs)
+    torch.testing.assert_close(run(graph, inputs), expected, rtol=0, atol=0)
     for operator in (ENCODE_SHARDS, ENCODE_GRADIENTS, DECODE_WEIGHTS, DECODE_SUMS):
         assert not nodes(graph, operator)
 

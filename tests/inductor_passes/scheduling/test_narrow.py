@@ -3,7 +3,6 @@
 import math
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given, settings
 
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
@@ -84,6 +83,7 @@ def test_only_what_is_chosen_keeps_its_format(graph: CostGraph, data: st.DataObj
     assert narrowed(both, allowed) == both
 
 
-@pytest.mark.parametrize("budget", [0.0, math.inf])
-def test_a_budget_that_nothing_meets_is_no_error(budget: float) -> None:
-    assert choose_narrowed(pair(s_per_byte=0.06), budget) is not None
+def test_where_nothing_meets_the_budget_nothing_is_narrowed() -> None:
+    graphs = pair(s_per_byte=0.06)
+    assert choose_narrowed(graphs, 0.0) == NOTHING
+    assert choose_narrowed(graphs, math.inf) == choose_narrowed(graphs) != NOTHING
