@@ -315,6 +315,9 @@ def test_only_what_cannot_be_hidden_travels_in_its_format(tmp_path: Path) -> Non
     fqns = {fqn for fqn, _ in tiny_llama().named_parameters()}
     assert {each.fqn for each in found["slow"].wire} == fqns
     assert not found["fast"].wire
+    for name, encoded in (("slow", True), ("fast", False)):
+        (graph,) = (tmp_path / name).glob("*/*_forward_after_bucket.txt")
+        assert ("encode_shards" in graph.read_text()) == encoded
     given = planned(tmp_path / "given", formats=formats)
     assert {each[1:] for each in given.wire} == {("int8", "int8")}
     again = planned(tmp_path / "again", found["fast"], formats=formats, wire="auto")
