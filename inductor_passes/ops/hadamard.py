@@ -47,7 +47,7 @@ def hadamard_(x: Tensor, block: int, scale: float) -> None:
 def _transform(x: Tensor, out: Tensor, scale: float) -> None:
     rows = max(1, _TOGETHER // x.shape[1])
     for start in range(0, len(x), rows):
-        some = x[start : start + rows].float()
+        some = x[start : start + rows].float().contiguous()
         inner = 1
         for side in _sides(x.shape[1]):
             matrix = hadamard_matrix(side, x.device)
