@@ -31,6 +31,7 @@ setup(
             "ruff",
             "mypy",
             "types-tqdm",
+            "setuptools>=70.1",  # builds a wheel by itself; torch 2.11 brings none
         ],
         "docs": ["mkdocs-material", "mkdocstrings[python]"],
     },

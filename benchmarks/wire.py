@@ -1,6 +1,6 @@
 """Steps in each wire format, on one rehearsed rank: the same model, planner and network.
 
-    python -m benchmarks.wire                              # three scenarios, a quarter of an hour
+    python -m benchmarks.wire                              # four scenarios, twenty minutes
     python -m benchmarks.wire --scenarios bandwidth --rounds 3
     python -m benchmarks.wire --gbit 0.25                  # two gloo ranks over a link of that rate; needs root and tc
     python -m benchmarks.wire --errors                     # of real weights and gradients, half a minute
@@ -52,6 +52,11 @@ FORMATS = {
     "int8, int4-hadamard": WireFormat("int8", "int4-hadamard"),
 }
 """Formats of weights and gradients, by a name for both."""
+OVER_NODES = {
+    "int8, int8 in one step": WireFormat("int8", "int8"),
+    "int8, int8, int4 between nodes": WireFormat("int8", "int8", "int4"),
+}
+"""Further formats where parameters are sharded over several nodes."""
 
 
 def _narrow() -> Scenario:
@@ -68,7 +73,9 @@ def _narrow() -> Scenario:
 
 
 def scenarios() -> Mapping[str, Scenario]:
-    return {"bandwidth": SCENARIOS["bandwidth"], "narrow": _narrow(), "hybrid": SCENARIOS["hybrid"]}
+    hybrid = SCENARIOS["hybrid"]
+    nodes = replace(hybrid, what="fully sharded over 4 nodes of 4 ranks", hybrid=False)
+    return {"bandwidth": SCENARIOS["bandwidth"], "narrow": _narrow(), "hybrid": hybrid, "nodes": nodes}
 
 
 def rehearse(name: str, scenario: Scenario, rounds: int) -> dict[str, Any]:
@@ -76,10 +83,11 @@ def rehearse(name: str, scenario: Scenario, rounds: int) -> dict[str, Any]:
     chosen = scenario.network
     with prepared(scenario) as (world, workload, predictions):
         runs, predicted, sent = [], {}, {}
-        for what, wire in FORMATS.items():
+        for what, wire in {**FORMATS, **(OVER_NODES if name == "nodes" else {})}.items():
             predictions.found.clear()
             with fresh_compile_cache(), restored_config():
-                system = simplefsdp_system("auto", wire=wire, narrows=what == "auto")
+                on_node = scenario.ranks if what.endswith("in one step") else None
+                system = simplefsdp_system("auto", wire=wire, narrows=what == "auto", ranks_per_node=on_node)
                 one = TrainingRun(what, system, workload, world)
                 for _ in range(2):
                     step = one.step(chosen)
@@ -151,7 +159,7 @@ def errors(steps: int = 50, ranks: int = 8) -> str:
             found = []
             for of_rank in zip(*of_ranks, strict=True):
                 sent = [ENCODE_GRADIENTS([gradient], 1, name, torch.float32) for gradient in of_rank]
-                mean = DECODE_SUMS(torch.cat(sent), ranks, [of_rank[0].numel()], name, torch.float32, True)
+                mean = DECODE_SUMS(torch.cat(sent), ranks, [of_rank[0].numel()], name, torch.float32, float(ranks))
                 found.append(mean.view(of_rank[0].shape))
             reduced = f"{_relative(found, exact):.1e}"
         lines.append(f"| `{name}` | {gathered} | {reduced} |")

@@ -50,6 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--activation-checkpointing", choices=["none", "block", "selective"], default="none")
     add("--wire-gather", choices=GATHER_FORMATS, help="format in which weights travel (default: as they are)")
     add("--wire-reduce", choices=REDUCE_FORMATS, help="format in which gradients travel (default: as they are)")
+    add("--wire-between-nodes", choices=REDUCE_FORMATS, help="their format between nodes (default: as --wire-reduce)")
     add("--keep-unsharded", action="store_true", help="reshard_after_forward=False: more memory, no second gather")
     add("--plan", default="block", help="bucketing plan of the backend")
     add("--lower-with", choices=["inductor", "aot_eager"], default="inductor")
@@ -79,7 +80,7 @@ def main() -> None:
         max_seq_len=max(1024, args.seq_len),
         activation_checkpointing=args.activation_checkpointing,
     ).to(device)
-    wire = WireFormat(args.wire_gather, args.wire_reduce)
+    wire = WireFormat(args.wire_gather, args.wire_reduce, args.wire_between_nodes)
     simple_fsdp(model, mp_policy=mixed_precision(args), reshard_after_forward=not args.keep_unsharded, wire=wire)
     options = {"plan": args.plan, "lower_with": args.lower_with, "report_dir": args.report_dir}
     compiled = torch.compile(model, backend="simplefsdp", options=options)

@@ -17,7 +17,8 @@ Gradients that must be cast, padded, divided or made contiguous are packed, and 
 group. A gather of several dtypes, an all-reduce, and a reduce-scatter that an all-reduce follows are always packed.
 
 In a wire format members are encoded into the buffer and decoded out of it, also a member that stays alone, and whatever
-the form of the bucket; gradients then travel by an all-to-all, and each rank adds up what it gets::
+the form of the bucket; gradients then travel by an all-to-all, over several nodes by two, and each rank adds up what it
+gets::
 
     shard_0 -+                                      +-> ...   grad_0 -+                                   +- view -> ...
     shard_1 -+- encode - all_gather - wait - decode +-> ...   grad_1 -+- encode - all_to_all - wait - sum +- view -> ...
@@ -61,7 +62,7 @@ from inductor_passes.collectives import (
     source_chain,
 )
 from inductor_passes.fusion import can_be_reduced_in_place, is_fused_cast
-from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS
+from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS, ENCODE_SUMS
 from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS, PREPARE_SHARDS, UNPACK_WEIGHTS
 from inductor_passes.rounding import ROUNDED_TO
 from inductor_passes.scheduling.issue_points import Bucket, PlanError
@@ -232,28 +233,41 @@ def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
 
 
 def _encoded_and_reduced(members: Sequence[Collective], ranks: int, dtype: torch.dtype) -> Node:
-    """Insert the all-to-all of gradients in a wire format; return the reduced members, one after the other."""
+    """Insert the all-to-alls of gradients in a wire format; return the reduced members, one after the other."""
     operator, _, group = members[0].options
-    encoded = _packed(members, ranks, dtype)
-    splits = [_val(encoded).numel() // ranks] * ranks
-    received = _collective(ALL_TO_ALL, encoded, members, splits, splits, group)
+    wire_format, two_steps = members[0].wire_format, members[0].two_steps
     numels = [_val(member.node).numel() for member in members]
-    return _call(DECODE_SUMS, received, ranks, numels, members[0].wire_format, dtype, operator == "avg")
+    divisor = float(ranks) if operator == "avg" else 1.0
+    sent = _packed(members, ranks, dtype)
+    if two_steps is not None:
+        inside, among, group, nodes, between_format = two_steps
+        received = _exchanged(sent, members, among, inside)
+        sent = _call(ENCODE_SUMS, received, among, nodes, numels, wire_format, between_format)
+        wire_format, ranks = between_format, nodes
+    received = _exchanged(sent, members, ranks, group)
+    return _call(DECODE_SUMS, received, ranks, numels, wire_format, dtype, divisor)
+
+
+def _exchanged(sent: Node, members: Sequence[Collective], ranks: int, group: str) -> Node:
+    """Insert an all-to-all of as many bytes for each rank; return the wait for it."""
+    splits = [_val(sent).numel() // ranks] * ranks
+    return _collective(ALL_TO_ALL, sent, members, splits, splits, group)
 
 
 def _packed(members: Sequence[Collective], ranks: int, dtype: torch.dtype) -> Node:
     """Return a buffer of the members' gradients: what their collective reads."""
     divisor, inputs = _divided([member.input for member in members])
-    divide = [] if divisor is None else [divisor]
     if (wire_format := members[0].wire_format) is not None:
-        return _call(ENCODE_GRADIENTS, [_gradient(node, ranks) for node in inputs], ranks, wire_format, dtype, *divide)
+        gradients = [_gradient(node, ranks) for node in inputs]
+        nodes = members[0].two_steps.nodes if members[0].two_steps else 1
+        return _call(ENCODE_GRADIENTS, gradients, ranks, wire_format, dtype, divisor or 1.0, nodes)
     gradients = [_as_others(member, _gradient(node, ranks)) for member, node in zip(members, inputs, strict=True)]
     if len({_val(gradient).dtype for gradient in gradients}) > 1:  # the kernel that packs them knows one cast
         gradients = [
             next((user for user in gradient.users if is_fused_cast(user) and _val(user).dtype is dtype), gradient)
             for gradient in gradients
         ]
-    return _call(PACK_GRADIENTS, gradients, ranks, dtype, *divide)
+    return _call(PACK_GRADIENTS, gradients, ranks, dtype, *([] if divisor is None else [divisor]))
 
 
 def _parts(reduced: Node, members: Sequence[Collective]) -> list[Node]:

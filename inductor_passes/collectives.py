@@ -7,9 +7,10 @@
 
 where the reduction is a reduce-scatter, an all-reduce (of a replicated parameter), or one and then another. In a
 bucket with a wire format (``bucket.py``) a gather's weights are decoded behind its wait, and an all-to-all takes the
-place of a reduce-scatter::
+place of a reduce-scatter, or over several nodes two::
 
     shards - encode - all_gather - wait - decode - ...     full gradients - encode - all_to_all - wait - decode - ...
+        full gradients - encode - all_to_all inside - wait - encode sums - all_to_all between - wait - decode - ...
 
 A chain belongs to a parameter because it starts at the placeholder of its shard, or ends at the output that is
 its shard's gradient, and for no other reason (names and positions of nodes mean nothing). What is found is marked on
@@ -20,19 +21,21 @@ collectives. A collective without a mark belongs to the user and is never touche
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.fx import Graph, Node
 
 from inductor_passes.ops.accumulate import ADD_UP
-from inductor_passes.ops.encode import DECODE_SUMS, ENCODE_GRADIENTS, ENCODE_SHARDS
+from inductor_passes.ops.encode import DECODE_SUMS, ENCODE_GRADIENTS, ENCODE_SHARDS, ENCODE_SUMS
 from inductor_passes.ops.offload import TO_DEVICE
 from inductor_passes.torch_compat.aot_autograd import parameter_gradients, parameter_inputs
 
 FQNS = "simplefsdp_fqns"
 WIRE_FORMAT = "simplefsdp_wire_format"
 """Key in ``node.meta`` for the wire format (``ops/wire_formats.py``) that a gather or reduce-scatter is to get."""
+TWO_STEPS = "simplefsdp_two_steps"
+"""Key in ``node.meta`` for the ``TwoSteps`` in which a reduce-scatter with a wire format is to reduce."""
 BUCKET = "simplefsdp_bucket"
 """Key in ``node.meta`` for the bucket of the plan that a marked collective is a member of, or carries out."""
 
@@ -59,6 +62,20 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 _ADD = torch.ops.aten.add.Tensor
 
 
+class TwoSteps(NamedTuple):
+    """How a gradient in a wire format is reduced over several nodes; see [Note: reductions in two steps]."""
+
+    inside: str
+    """Process group of the ranks of this rank's node."""
+    ranks: int
+    """Number of ranks of each node."""
+    between: str
+    """Process group of the ranks that have this rank's place on their nodes."""
+    nodes: int
+    between_format: str
+    """Wire format of what travels between nodes."""
+
+
 @dataclass(frozen=True)
 class GraphParameter:
     """A sharded parameter, as the passes know it."""
@@ -74,6 +91,8 @@ class GraphParameter:
     """Wire format of the gather; ``None``: the weight travels in ``dtype``."""
     reduce_format: str | None = None
     """Wire format of the reduce-scatter; ``None``: the gradient travels in the dtype of its reduction."""
+    two_steps: TwoSteps | None = None
+    """How a gradient with a wire format is reduced over several nodes; ``None``: in one step."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +103,7 @@ class Collective:
     node: Node
     wait: Node
     all_reduce_after: "Collective | None" = None
-    """The all-reduce, over another group, that follows on this collective's result."""
+    """The all-reduce, over another group, that follows on this collective's result; or the second step of two."""
 
     @property
     def input(self) -> Node:
@@ -98,12 +117,18 @@ class Collective:
     @property
     def is_encoded(self) -> bool:
         """Whether the collective moves values in a wire format already."""
-        return self.input.target in (ENCODE_SHARDS, ENCODE_GRADIENTS)
+        return self.input.target in (ENCODE_SHARDS, ENCODE_GRADIENTS, ENCODE_SUMS)
 
     @property
     def wire_format(self) -> str | None:
         """The wire format that the collective is to get; ``None``: none, or it has got one."""
         found: str | None = self.node.meta.get(WIRE_FORMAT)
+        return found
+
+    @property
+    def two_steps(self) -> TwoSteps | None:
+        """The two steps in which the collective is to reduce in its wire format; ``None``: it has one step."""
+        found: TwoSteps | None = self.node.meta.get(TWO_STEPS) if self.wire_format else None
         return found
 
     @property
@@ -135,7 +160,7 @@ class Collective:
             self.input.meta["val"].dtype,
             _becomes_complex(self.result),
             *all_reduce,
-            *([] if self.wire_format is None else [self.wire_format]),
+            *([] if self.wire_format is None else [self.wire_format, self.two_steps]),
         )
 
 
@@ -158,9 +183,8 @@ def reductions(graph: Graph) -> list[Collective]:
 
 
 def received(wait: Node) -> Node:
-    """Return what a collective brought: the wait for it, or what is decoded of the sums that it brought."""
-    decoded = next((user for user in wait.users if user.target is DECODE_SUMS), None)
-    return wait if decoded is None else decoded
+    """Return what a collective brought: the wait for it, or the sums of what it brought in a wire format."""
+    return next((user for user in wait.users if user.target in (DECODE_SUMS, ENCODE_SUMS)), wait)
 
 
 def groups(graph: Graph) -> list[Node]:
@@ -331,6 +355,8 @@ def _merge_reductions(param: GraphParameter, gradient: Node) -> bool:
         _erase_tree(gradient)
     for node in collectives:
         _mark(node, param.fqn, param.reduce_format if node.target is REDUCE_SCATTER else None)
+        if node.target is REDUCE_SCATTER and param.two_steps is not None:
+            node.meta[TWO_STEPS] = param.two_steps
     return True
 
 

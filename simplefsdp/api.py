@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from inductor_passes.collectives import TwoSteps
 from inductor_passes.torch_compat.dtensor import local_tensor
 from inductor_passes.torch_compat.dynamo import inside_torch_compile, skip_code
 from simplefsdp.frontend.fsdp_methods import check_divide_factor
 from simplefsdp.frontend.gloo import run_in_order
 from simplefsdp.frontend.initial_weights import CheckInitialWeights, digests, sample
+from simplefsdp.frontend.node_groups import NodeGroups, node_groups, node_size
 from simplefsdp.frontend.parametrization import ShardedModule, ShardedModuleState, parametrize
 from simplefsdp.frontend.sharding import (
     Communication,
@@ -62,6 +64,7 @@ def simple_fsdp(
     offload_policy: OffloadPolicy | None = None,
     check_initial_weights: CheckInitialWeights = True,
     wire: WireFormat | dict[str, WireFormat] | None = None,
+    ranks_per_node: int | None = None,
 ) -> Model:
     """Shard ``model``'s parameters over the ranks of ``mesh``, in place, and return it.
 
@@ -131,6 +134,10 @@ def simple_fsdp(
             WireFormat}`` over FQNs, of which the last glob that matches counts. Parameters matched by none, and those
             of 0 dims, travel as they are. Gradients are reduced in float32 where ``mp_policy`` has no
             ``reduce_dtype``. In a hybrid mode the all-reduce between replicas has no format.
+        ranks_per_node: how many ranks each node has, which are numbered node by node. Gradients in a wire format that
+            are fully sharded over several nodes are reduced inside of nodes first, then between them, over process
+            groups that this call makes: all ranks must call it. ``None``: what torchrun says (``LOCAL_WORLD_SIZE``),
+            else all ranks, and one step.
 
     Raises:
         TypeError: an argument is of another type than said above.
@@ -177,6 +184,9 @@ def simple_fsdp(
     wire_formats = _per_parameter("wire", wire or WireFormat(), list(new), WireFormat())
     for fqn, param in new.items():
         check_wire_format(fqn, param, wire_formats[fqn], mode, mesh.device_type)
+    narrows = mode == "fully_shard" and any(form.reduce for form in wire_formats.values())
+    on_node = node_size(ranks_per_node) if narrows or ranks_per_node is not None else 1
+    nodes = node_groups(mesh.get_group(), on_node) if narrows else None
 
     sharded_model = ShardedModel(tuple((fqn, tuple(param.shape)) for fqn, param in params.items()))
     sharded: dict[int, tuple[nn.Parameter, ShardedParameter]] = {}
@@ -200,7 +210,7 @@ def simple_fsdp(
             reshard_after_forward=reshard[fqn],
             device=mesh.device_type if offloads else None,
             pinned=pinned,
-            **_formats(wire_formats[fqn], param, mp_policy),
+            **_formats(wire_formats[fqn], param, mp_policy, nodes),
         )
         samples[fqn] = sample(there, check_initial_weights)
         if isinstance(param, DTensor):
@@ -312,13 +322,16 @@ def _shard_modules(
         parametrize(module, state)
 
 
-def _formats(form: WireFormat, param: nn.Parameter, mp_policy: MixedPrecisionPolicy) -> dict[str, str | None]:
+def _formats(
+    form: WireFormat, param: nn.Parameter, mp_policy: MixedPrecisionPolicy, nodes: NodeGroups | None
+) -> dict[str, Any]:
     """Return the fields of ``Communication`` for a wire format: none for what does not travel, or not narrower."""
     if param.ndim == 0:
         return {}
     narrow = (mp_policy.param_dtype or param.dtype).itemsize <= torch.bfloat16.itemsize
     gather = None if form.gather == "bf16" and narrow else form.gather
-    return {"gather_format": gather, "reduce_format": form.reduce}
+    two_steps = TwoSteps(*nodes, form.between_nodes or form.reduce) if nodes and form.reduce else None
+    return {"gather_format": gather, "reduce_format": form.reduce, "two_steps": two_steps}
 
 
 def _per_parameter(

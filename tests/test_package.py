@@ -152,4 +152,4 @@ def test_the_help_of_the_command_says_what_the_modules_of_its_commands_say():
 def test_the_command_names_the_versions():
     command = [sys.executable, "-m", "simplefsdp", "--version"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == f"simplefsdp {version('simplefsdp')}, torch {torch.__version__}"
+    assert done.stdout.strip() == f"simplefsdp {version('simplefsdp')}, torch {version('torch')}"

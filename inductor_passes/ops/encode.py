@@ -8,6 +8,14 @@
 A gradient travels by an all-to-all instead of a reduce-scatter: row r goes to rank r, which adds up what it gets. A
 block belongs to one member and one rank, so a member has the same bits whatever it shares a bucket with. Casting,
 padding and packing are part of the encoding (``wire_formats.py``).
+
+[Note: reductions in two steps]
+Over several nodes the first all-to-all stays inside of them. Rank p of a node gets, from each rank of its node, the
+rows of the ranks that have place p on any node; it adds them up and encodes the sums again. A second all-to-all, among
+the ranks with place p, brings one sum from each node to the rank that owns it. Between nodes each sum travels once for
+a whole node, as in a reduce-scatter, and not once for each of its ranks (ZeRO++, arXiv 2306.10013, section 3.3)::
+
+    rows by place, then node - all_to_all inside - sum and encode - rows by node - all_to_all between - sum
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +26,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from inductor_passes.ops.pack import LIBRARY
-from inductor_passes.ops.wire_formats import FORMATS, decode, decode_sum, encode
+from inductor_passes.ops.wire_formats import FORMATS, decode, decode_sum, encode, encode_sum
 from inductor_passes.torch_compat.library import as_dtypes
 
 
 def encode_shards(shards: Sequence[Tensor], numels: Sequence[int], wire_format: str) -> Tensor:
     """Return the bytes that this rank sends: each shard, zero-padded to its number of elements, in a wire format."""
     buffer = _encoded_shards(shards, numels, wire_format)
-    for part, shard, numel in zip(_parts(buffer, 1, numels, wire_format), shards, numels, strict=True):
+    for part, shard, numel in zip(_parts(buffer, numels, wire_format, 1), shards, numels, strict=True):
         encode(_padded(shard, numel).view(1, numel), part, FORMATS[wire_format])
     return buffer
 
@@ -35,47 +43,70 @@ def decode_weights(
 ) -> list[Tensor]:
     """Return the gathered members of a bucket in ``dtype``: each (ranks * numel,), in an allocation of its own."""
     out = _weights(buffer, ranks, numels, wire_format, dtype)
-    for part, each in zip(_parts(buffer, ranks, numels, wire_format), out, strict=True):
+    for part, each in zip(_parts(buffer, numels, wire_format, ranks), out, strict=True):
         decode(part, each.view(ranks, -1), FORMATS[wire_format])
     return out
 
 
 def encode_gradients(
-    gradients: Sequence[Tensor], ranks: int, wire_format: str, dtype: torch.dtype | int, divisor: float = 1.0
+    gradients: Sequence[Tensor],
+    ranks: int,
+    wire_format: str,
+    dtype: torch.dtype | int,
+    divisor: float = 1.0,
+    nodes: int = 1,
 ) -> Tensor:
     """Return an all-to-all's input: row r has the rows of all gradients that rank r will own, in a wire format.
 
     Each gradient is rounded to ``dtype``, divided by ``divisor``, cut along dim 0 into as many rows for each rank, and
-    padded with zeros behind the last.
+    padded with zeros behind the last. Over several ``nodes`` rows are in the order of the ranks' places on their node,
+    those of one place in the order of the nodes (see [Note: reductions in two steps]).
     """
-    buffer = _encoded_gradients(gradients, ranks, wire_format, dtype, divisor)
+    buffer = _encoded_gradients(gradients, ranks, wire_format, dtype, divisor, nodes)
     (dtype,) = as_dtypes([dtype])
     chunks = [_chunk(gradient, ranks) for gradient in gradients]
-    parts = _parts(buffer, ranks, chunks, wire_format)
+    parts = _parts(buffer, chunks, wire_format, ranks // nodes, nodes)
     for part, gradient, chunk in zip(parts, gradients, chunks, strict=True):
         if gradient.dtype.itemsize > dtype.itemsize or divisor != 1:
             gradient = gradient.to(dtype)
         gradient = gradient if divisor == 1 else gradient / divisor
-        encode(_padded(gradient, ranks * chunk).view(ranks, chunk), part, FORMATS[wire_format])
+        rows = _padded(gradient, ranks * chunk).view(nodes, ranks // nodes, chunk)
+        encode(rows, part.transpose(0, 1), FORMATS[wire_format])
     return buffer
 
 
-def decode_sums(
-    buffer: Tensor, ranks: int, numels: Sequence[int], wire_format: str, dtype: torch.dtype | int, mean: bool
-) -> Tensor:
-    """Return the sum, or the mean, of what all ranks sent: the reduced members one after the other, (sum of numels,).
+def encode_sums(buffer: Tensor, ranks: int, nodes: int, numels: Sequence[int], wire_format: str, into: str) -> Tensor:
+    """Return the second all-to-all's input: row n has what node n gets of the sums over the ranks of this node.
 
-    Sums are taken in float32, in the order of the ranks, and rounded to ``dtype`` once.
+    Args:
+        buffer: what the first all-to-all brought, from ``ranks`` ranks the rows for each of ``nodes`` nodes.
+        numels: number of values of each member that one rank will own.
+        wire_format: the format of ``buffer``.
+        into: the format of the result.
     """
-    out = _sums(buffer, ranks, numels, wire_format, dtype, mean)
-    for part, each in zip(_parts(buffer, ranks, numels, wire_format), out.split(list(numels)), strict=True):
-        decode_sum(part, each, FORMATS[wire_format], float(ranks) if mean else 1.0)
+    out = _encoded_sums(buffer, ranks, nodes, numels, wire_format, into)
+    sent, sums = _parts(buffer, numels, wire_format, ranks, nodes), _parts(out, numels, into, nodes)
+    for part, each, numel in zip(sent, sums, numels, strict=True):
+        encode_sum(part, each, numel, FORMATS[wire_format], FORMATS[into])
     return out
 
 
-def _parts(buffer: Tensor, ranks: int, numels: Sequence[int], wire_format: str) -> tuple[Tensor, ...]:
-    """Return the encoded members of a buffer, each (ranks, bytes)."""
-    return buffer.view(ranks, -1).split([FORMATS[wire_format].nbytes(numel) for numel in numels], dim=1)
+def decode_sums(
+    buffer: Tensor, ranks: int, numels: Sequence[int], wire_format: str, dtype: torch.dtype | int, divisor: float
+) -> Tensor:
+    """Return the sum over ``divisor`` of what ranks sent: the reduced members one after the other, (sum of numels,).
+
+    Sums are taken in float32, in the order of the ranks, and rounded to ``dtype`` once.
+    """
+    out = _sums(buffer, ranks, numels, wire_format, dtype, divisor)
+    for part, each in zip(_parts(buffer, numels, wire_format, ranks), out.split(list(numels)), strict=True):
+        decode_sum(part, each, FORMATS[wire_format], divisor)
+    return out
+
+
+def _parts(buffer: Tensor, numels: Sequence[int], wire_format: str, *rows: int) -> tuple[Tensor, ...]:
+    """Return the encoded members of a buffer, each (*rows, bytes)."""
+    return buffer.view(*rows, -1).split([FORMATS[wire_format].nbytes(numel) for numel in numels], dim=-1)
 
 
 def _padded(x: Tensor, numel: int) -> Tensor:
@@ -100,14 +131,25 @@ def _weights(
 
 
 def _encoded_gradients(
-    gradients: Sequence[Tensor], ranks: int, wire_format: str, _dtype: torch.dtype | int, _divisor: float = 1.0
+    gradients: Sequence[Tensor],
+    ranks: int,
+    wire_format: str,
+    _dtype: torch.dtype | int,
+    _divisor: float = 1.0,
+    _nodes: int = 1,
 ) -> Tensor:
     nbytes = sum(FORMATS[wire_format].nbytes(_chunk(gradient, ranks)) for gradient in gradients)
     return gradients[0].new_empty(ranks * nbytes, dtype=torch.uint8)
 
 
+def _encoded_sums(
+    buffer: Tensor, _ranks: int, nodes: int, numels: Sequence[int], _wire_format: str, into: str
+) -> Tensor:
+    return buffer.new_empty(nodes * sum(map(FORMATS[into].nbytes, numels)))
+
+
 def _sums(
-    buffer: Tensor, _ranks: int, numels: Sequence[int], _wire_format: str, dtype: torch.dtype | int, _mean: bool
+    buffer: Tensor, _ranks: int, numels: Sequence[int], _wire_format: str, dtype: torch.dtype | int, _divisor: float
 ) -> Tensor:
     (dtype,) = as_dtypes([dtype])
     return buffer.new_empty(sum(numels), dtype=dtype)
@@ -120,11 +162,15 @@ _SCHEMAS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
         _weights,
     ),
     encode_gradients: (
-        "(Tensor[] gradients, int ranks, str wire_format, ScalarType dtype, float divisor=1.0) -> Tensor",
+        "(Tensor[] gradients, int ranks, str wire_format, ScalarType dtype, float divisor=1.0, int nodes=1) -> Tensor",
         _encoded_gradients,
     ),
+    encode_sums: (
+        "(Tensor buffer, int ranks, int nodes, int[] numels, str wire_format, str into) -> Tensor",
+        _encoded_sums,
+    ),
     decode_sums: (
-        "(Tensor buffer, int ranks, int[] numels, str wire_format, ScalarType dtype, bool mean) -> Tensor",
+        "(Tensor buffer, int ranks, int[] numels, str wire_format, ScalarType dtype, float divisor) -> Tensor",
         _sums,
     ),
 }
@@ -137,4 +183,5 @@ for _function, (_schema, _fake) in _SCHEMAS.items():
 ENCODE_SHARDS = torch.ops.simplefsdp.encode_shards.default
 DECODE_WEIGHTS = torch.ops.simplefsdp.decode_weights.default
 ENCODE_GRADIENTS = torch.ops.simplefsdp.encode_gradients.default
+ENCODE_SUMS = torch.ops.simplefsdp.encode_sums.default
 DECODE_SUMS = torch.ops.simplefsdp.decode_sums.default

@@ -17,9 +17,10 @@ the bits of the functions here; on a GPU through kernels that ``torch.compile`` 
 
 import ctypes
 import functools
+import itertools
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,26 +81,28 @@ def blocks(numel: int) -> int:
 
 
 def encode(values: Tensor, out: Tensor, encoding: Encoding) -> None:
-    """Encode each row of ``values``, (rows, numel), into a row of ``out``, (rows, ``encoding.nbytes(numel)``) bytes.
+    """Encode each row of ``values``, (..., rows, numel), into one of ``out``, (..., rows, ``encoding.nbytes(numel)``).
 
     Both tensors are contiguous in their last dim, and ``values`` in all.
     """
-    rows, numel = values.shape
+    rows, numel = values.shape[-2:]
     if encoding.largest is None:
-        out.view(torch.bfloat16)[:, :numel].copy_(values)
+        out.view(torch.bfloat16)[..., :numel].copy_(values)
         return
     if _in_cpp(values):
-        _cpp().encode(*_memory(values), rows, numel, out.data_ptr(), out.stride(0), _KIND[encoding], encoding.rotates)
+        for place in _places(values.shape[:-2]):
+            memory, into = _memory(values[place]), out[place]
+            _cpp().encode(*memory, rows, numel, into.data_ptr(), into.stride(0), _KIND[encoding], encoding.rotates)
         return
     values = functional.pad(values, (0, -numel % BLOCK)) if numel % BLOCK else values
-    values = values.unflatten(1, (-1, BLOCK))
+    values = values.unflatten(-1, (-1, BLOCK))
     quantized, scales = _parts(out, encoding)
     if not values.is_cuda or not encoding.rotates:
         scales.copy_(_kernel(quantize, encoding, values)(values, quantized, encoding))
         return
-    for row in range(rows):
-        for start in range(0, values.shape[1], _ROTATED_TOGETHER):
-            here = row, slice(start, start + _ROTATED_TOGETHER)
+    for row in _places(values.shape[:-2]):
+        for start in range(0, values.shape[-2], _ROTATED_TOGETHER):
+            here: Any = (*row, slice(start, start + _ROTATED_TOGETHER))
             scales[here] = _kernel(quantize, encoding, values[here])(values[here], quantized[here], encoding)
 
 
@@ -121,22 +124,25 @@ def decode(rows: Tensor, out: Tensor, encoding: Encoding) -> None:
 
 
 def decode_sum(rows: Tensor, out: Tensor, encoding: Encoding, divisor: float) -> None:
-    """Write the sum of all decoded rows over ``divisor`` into ``out``, (numel,).
+    """Write the sum over the ranks of decoded rows, (ranks, ..., bytes), over ``divisor`` into ``out``, (..., numel).
 
-    Rows are added in their order, in float32, whatever the dtype of ``out``.
+    Ranks are added in their order, in float32, whatever the dtype of ``out``.
     """
-    numel = out.numel()
+    numel = out.shape[-1]
     if encoding.largest is None:
-        quantized, scales = rows.view(torch.bfloat16)[:, :numel].unsqueeze(1), None
-        whole = 1, numel
+        quantized, scales = rows.view(torch.bfloat16)[..., :numel].unsqueeze(-2), None
+        whole = *out.shape[:-1], 1, numel
     elif _in_cpp(out):
-        memory, kind = _memory(out), _KIND[encoding]
-        _cpp().decode_sum(rows.data_ptr(), rows.stride(0), len(rows), numel, *memory, kind, encoding.rotates, divisor)
+        kind, ranks = _KIND[encoding], len(rows)
+        for place in _places(out.shape[:-1]):
+            of_ranks: Any = (slice(None), *place)
+            sent, memory = rows[of_ranks], _memory(out[place])
+            _cpp().decode_sum(sent.data_ptr(), rows.stride(0), ranks, numel, *memory, kind, encoding.rotates, divisor)
         return
     else:
         quantized, scales = _parts(rows, encoding)
-        whole = blocks(numel), BLOCK
-    in_place = out.dtype is torch.float32 and whole[0] * whole[1] == numel and not encoding.rotates
+        whole = *out.shape[:-1], blocks(numel), BLOCK
+    in_place = out.dtype is torch.float32 and (encoding.largest is None or numel % BLOCK == 0) and not encoding.rotates
     total = out.view(whole) if in_place else out.new_empty(whole, dtype=torch.float32)
     for first in range(0, len(rows), _ADDED_TOGETHER):
         some = slice(first, first + _ADDED_TOGETHER)
@@ -144,11 +150,30 @@ def decode_sum(rows: Tensor, out: Tensor, encoding: Encoding, divisor: float) ->
         given = quantized[some], None if scales is None else scales[some]
         _kernel(add_up, encoding, given[0], first == 0, by)(*given, total, encoding, first == 0, by)
     if encoding.rotates:
-        for start in range(0, len(total), _ROTATED_TOGETHER):
+        each = total.view(-1, BLOCK)
+        for start in range(0, len(each), _ROTATED_TOGETHER):
             end = start + _ROTATED_TOGETHER
-            total[start:end] = _rotated(total[start:end])
+            each[start:end] = _rotated(each[start:end])
     if not in_place:
-        out.copy_(total.view(-1)[:numel])
+        out.copy_(total.flatten(-2)[..., :numel])
+
+
+def encode_sum(rows: Tensor, out: Tensor, numel: int, encoding: Encoding, into: Encoding) -> None:
+    """Encode the sums over the ranks of ``rows``, (ranks, some, bytes), into ``out``, (some, bytes).
+
+    Sums are taken in float32. They stay rotated where both formats rotate.
+
+    Args:
+        numel: number of values of each row.
+        encoding: the format of ``rows``.
+        into: the format of ``out``.
+    """
+    if encoding.rotates and into.rotates:
+        encoding, into = encoding._replace(rotates=False), into._replace(rotates=False)
+        numel = blocks(numel) * BLOCK  # also of what fills up the last block
+    sums = rows.new_empty(rows.shape[1], numel, dtype=torch.float32)
+    decode_sum(rows, sums, encoding, 1.0)
+    encode(sums, out, into)
 
 
 def quantize(values: Tensor, quantized: Tensor, encoding: Encoding) -> Tensor:
@@ -182,7 +207,7 @@ def dequantize(quantized: Tensor, scales: Tensor, out: Tensor, encoding: Encodin
 def add_up(
     quantized: Tensor, scales: Tensor | None, total: Tensor, encoding: Encoding, first: bool, divisor: float
 ) -> None:
-    """Add the decoded blocks of some ranks, (ranks, blocks, 128), to ``total`` and divide; ``first``: total was 0."""
+    """Add the decoded blocks of some ranks, (ranks, ..., 128), to ``total`` and divide; ``first``: total was 0."""
     terms = [
         _values(each, None if scales is None else scales[rank], encoding)
         for rank, each in enumerate(quantized.unbind(0))
@@ -202,11 +227,16 @@ def _values(quantized: Tensor, scales: Tensor | None, encoding: Encoding) -> Ten
 
 
 def _parts(rows: Tensor, encoding: Encoding) -> tuple[Tensor, Tensor]:
-    """Return views of encoded rows: quantised values, (rows, blocks, bytes of a block), and scales, (rows, blocks)."""
+    """Return views of encoded rows: quantised values, (..., blocks, bytes of a block), and scales, (..., blocks)."""
     size = BLOCK * encoding.bits // 8
-    count = rows.shape[1] // (size + 4)
-    values, scales = rows.split([count * size, count * 4], dim=1)
-    return values.unflatten(1, (count, size)), scales.view(torch.float32)
+    count = rows.shape[-1] // (size + 4)
+    values, scales = rows.split([count * size, count * 4], dim=-1)
+    return values.unflatten(-1, (count, size)), scales.view(torch.float32)
+
+
+def _places(shape: torch.Size) -> Iterable[tuple[int, ...]]:
+    """Return all indices into leading dims of this shape."""
+    return itertools.product(*map(range, shape))
 
 
 def _rotated(x: Tensor) -> Tensor:

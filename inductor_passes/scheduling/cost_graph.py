@@ -29,7 +29,8 @@ class CollectiveKind(NamedTuple):
     issue_s_per_byte: float = 0.0
     """Compute time that is lost, besides, for each byte of the whole tensor: compute is slower meanwhile."""
     all_reduce_after: "CollectiveKind | None" = None
-    """The kind of the all-reduce that follows a reduce-scatter, per byte of the same tensor."""
+    """The kind of the all-reduce that follows a reduce-scatter, or of the second of two all-to-alls, per byte of the
+    same tensor."""
     member_s: float | None = None
     """Seconds that each member of a group takes on the channel beyond the first; ``None``: nothing is grouped."""
     name: str = ""
@@ -40,6 +41,12 @@ class CollectiveKind(NamedTuple):
     """Bytes on the wire for each byte of the whole tensor."""
     plain: "CollectiveKind | None" = None
     """The kind of the same collective without its wire format."""
+
+    @property
+    def wire_formats(self) -> tuple[str | None, ...]:
+        """The wire format, and that of the second step where a reduction has two."""
+        second = self.all_reduce_after and self.all_reduce_after.wire_format
+        return (self.wire_format, second) if second else (self.wire_format,)
 
     def seconds(self, nbytes: int) -> float:
         return self.alpha_s + nbytes * self.s_per_byte

@@ -398,6 +398,12 @@ class _Kinds(NamedTuple):
         plain = self._kind(kind, group, 1, all_reduce, name)
         if reduction.wire_format is None:
             return plain
+        if (two_steps := reduction.two_steps) is not None:
+            second = self._kind("all_to_all", two_steps.between, two_steps.ranks, None, "")
+            # It needs the network cards that gathers over all nodes need too.
+            second = second._replace(channel=group, copy_s_per_byte=second.copy_s_per_byte / two_steps.ranks)
+            all_reduce = second.in_format(two_steps.between_format, reduction.input.meta["val"].dtype, second)
+            group = two_steps.inside
         return _in_format(reduction, self._kind("all_to_all", group, 1, all_reduce, name), plain)
 
     def _kind(

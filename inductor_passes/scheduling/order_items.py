@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from inductor_passes.collectives import ALL_GATHER, ALL_GATHER_GROUP, BUCKET, FQNS, GROUPS, WAIT, received
-from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS
+from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SUMS
 from inductor_passes.ops.pack import PACK_GRADIENTS, UNPACK_WEIGHTS
 from inductor_passes.scheduling.issue_points import Bucket
 
@@ -118,9 +118,9 @@ def parts_of(group: Node) -> list[tuple[Node, tuple[str, ...]]]:
 
 
 def is_all_reduce_after(reduction: Node) -> bool:
-    """Return whether ``reduction`` reduces the result of a reduce-scatter of the same parameters."""
+    """Return whether ``reduction`` reduces the result of a reduction of the same parameters over other ranks."""
     source = _source(reduction)
-    source = _source(source) if source.target is DECODE_SUMS else source
+    source = _source(source) if source.target in (DECODE_SUMS, ENCODE_SUMS) else source
     return source.target is WAIT and FQNS in _source(source).meta
 
 

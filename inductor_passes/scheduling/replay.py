@@ -38,7 +38,7 @@ class CollectiveSpan(NamedTuple):
     """A collective of a ``Timeline``; seconds since the graph began."""
 
     what: str
-    """``"gather"``, ``"reduce"``, or ``"all-reduce"`` for one that follows a reduce-scatter."""
+    """``"gather"``, ``"reduce"``, or what follows a reduction: ``"all-reduce"``, ``"between nodes"``."""
     kind: CollectiveKind
     fqns: tuple[str, ...]
     nbytes: int
@@ -169,12 +169,19 @@ class Replay:
             self._use(grown)
 
     def await_reduction(self, span: CollectiveSpan) -> CollectiveSpan | None:
-        """Await a reduction; issue and return the all-reduce that follows, if there is one."""
+        """Await a reduction; issue and return the collective that follows, if there is one."""
         self._wait(span)
         if span.kind.wire_format is not None:
             self.clock += span.kind.sent(span.nbytes) * span.kind.copy_s_per_byte / 2  # read and added up
         if (following := span.kind.all_reduce_after) is not None:
-            return self._issue("all-reduce", following, span.fqns, span.nbytes)._replace(freed=span.freed)
+            what, freed = "all-reduce", span.freed
+            if following.wire_format is not None:
+                what = "between nodes"
+                self.clock += following.sent(span.nbytes) * following.copy_s_per_byte / 2  # sums are encoded
+                freed = round(2 * following.sent(span.nbytes) * span.kind.shard)
+                self._use(freed)
+                self.alive -= span.freed
+            return self._issue(what, following, span.fqns, span.nbytes)._replace(freed=freed)
         self.alive -= span.freed
         return None
 

@@ -68,7 +68,7 @@ def diagnose(graph: CostGraph, schedule: Schedule, memory_limit: float) -> tuple
         gathers.append(Diagnosis(spans, bound, where, closed))
     reductions = []
     for i, scheduled in enumerate(schedule.reductions):
-        spans = _spans(replayed, graph.reductions, scheduled, "reduce", "all-reduce")
+        spans = _spans(replayed, graph.reductions, scheduled, "reduce", "all-reduce", "between nodes")
         later = _later(graph, schedule, i) if _exposed(spans) else None
         bound, where = _bound(spans, change(later) if later else None, "awaited later")
         joins = _alike(graph.reductions, schedule.reductions[i : i + 2])

@@ -305,8 +305,9 @@ def _freed(graph: CostGraph, timeline: Timeline) -> dict[str, float]:
 def _explained(direction: str, one: Diagnosis, freed: Mapping[str, float]) -> BucketExplanation:
     spans = one.spans
     fqns = tuple(dict.fromkeys(fqn for span in spans for fqn in span.fqns))
-    nbytes = sum(span.nbytes for span in spans if span.what != "all-reduce")
-    sent = sum(span.kind.sent(span.nbytes) for span in spans if span.what != "all-reduce")
+    first = [span for span in spans if span.what in ("gather", "reduce")]
+    nbytes = sum(span.nbytes for span in first)
+    sent = sum(span.kind.sent(span.nbytes) for span in first)
     issued, done = min(span.issued for span in spans), max(max(span.finished, span.awaited) for span in spans)
     return BucketExplanation(
         direction,

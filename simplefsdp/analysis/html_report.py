@@ -21,6 +21,7 @@ _COLORS = {
     "gather": "#4c78a8",
     "reduce": "#54a24b",
     "all-reduce": "#72b7b2",
+    "between nodes": "#72b7b2",
     "other": "#b279a2",
     "exposed": "#e45756",
 }

@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", default="adamw", choices=OPTIMIZERS, help="whose state, exchanges and work count")
     add("--wire-gather", choices=GATHER_FORMATS, help="format in which weights travel (default: bf16)")
     add("--wire-reduce", choices=REDUCE_FORMATS, help="format in which gradients travel (default: float32)")
+    add("--wire-between-nodes", choices=REDUCE_FORMATS, help="format of their second step (default: as the first)")
     add("--wire-auto", action="store_true", help="a format only for what compute cannot hide; needs --plan auto")
     add("--sweep", nargs="+", metavar="NAME=A,B", help=f"a table over several of {', '.join(_SWEPT)}")
     add("--out", type=Path, default=Path("out/plan"), help="folder for plan.json and what simplefsdp explain reads")
@@ -112,6 +113,8 @@ def _job(args: argparse.Namespace) -> PlanJob:
         raise ValueError("--wire-auto: needs --plan auto")
     if args.wire_auto and not (args.wire_gather or args.wire_reduce):
         raise ValueError("--wire-auto: needs --wire-gather or --wire-reduce, the formats that are allowed")
+    if args.wire_between_nodes and not args.wire_reduce:
+        raise ValueError("--wire-between-nodes: needs --wire-reduce")
     profile = _profile(args)
     job = PlanJob(
         model=args.model,
@@ -125,7 +128,7 @@ def _job(args: argparse.Namespace) -> PlanJob:
         keep_unsharded=args.keep_unsharded,
         activation_checkpointing=args.activation_checkpointing,
         optimizer=args.optimizer,
-        wire=WireFormat(args.wire_gather, args.wire_reduce),
+        wire=WireFormat(args.wire_gather, args.wire_reduce, args.wire_between_nodes),
         narrows=args.wire_auto,
     )
     job.factory(job.layers)

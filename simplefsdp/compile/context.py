@@ -105,6 +105,7 @@ def compilation_context(
             tuple(group.name for group in info.communication.groups),
             info.communication.gather_format,
             info.communication.reduce_format,
+            info.communication.two_steps,
         )
         for index, info in found.items()
     }
@@ -152,7 +153,11 @@ def compilation_context(
 
 def _wire(params: Mapping[int, GraphParameter]) -> tuple[WireFormats, ...]:
     """Return the wire formats of the graph's parameters that have one."""
-    every = (WireFormats(param.fqn, param.gather_format, param.reduce_format) for param in params.values())
+    every = (
+        WireFormats(param.fqn, param.gather_format, param.reduce_format, two_steps and two_steps.between_format)
+        for param in params.values()
+        for two_steps in [param.two_steps]
+    )
     return tuple(dict.fromkeys(each for each in every if each.gather or each.reduce))
 
 
@@ -221,9 +226,14 @@ def _request_line(request: PlanRequest | None) -> str:
 
 
 def _parameter_line(param: GraphParameter, info: ShardedParameter, value: Any) -> str:
-    groups = {name: group and group.ranks for name, group in info.communication._asdict().items() if "group" in name}
+    communication = info.communication
+    groups: dict[str, Any] = {
+        name: group and group.ranks for name, group in communication._asdict().items() if "group" in name
+    }
+    if (two_steps := communication.two_steps) is not None:
+        groups["two_steps"] = two_steps._replace(inside="", between="")
     trained = "trained" if value.requires_grad else "frozen"
-    return f"parameter {param.fqn}: {value.dtype} {trained} {info.communication._replace(**groups)}"
+    return f"parameter {param.fqn}: {value.dtype} {trained} {communication._replace(**groups)}"
 
 
 def _stable(value: Any) -> str:

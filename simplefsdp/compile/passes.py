@@ -171,7 +171,7 @@ class Passes:
     def _plan(self, forward: Graph, backward: Graph, params: Mapping[int, GraphParameter]) -> None:
         """Assign the collectives of both graphs to the buckets of their plan."""
         items = graph_items(backward)[1]
-        has_all_reduce = frozenset(c.fqns[0] for c in reductions(backward) if c.all_reduce_after)
+        has_all_reduce = frozenset(c.fqns[0] for c in reductions(backward) if c.all_reduce_after or c.two_steps)
         uses = GraphUses(first_uses(graph_items(forward)[1]), first_uses(items), last_gradients(items), has_all_reduce)
         before = len(uses.forward) + len(uses.backward) + len(uses.reductions)
         if self.given.request is None:

@@ -136,7 +136,14 @@ def plan_model(job: PlanJob, on_stage: Callable[[str], object] = lambda _: None)
                 model = parallelized(factory(), tp)
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
             reshard = _RESHARD[job.keep_unsharded]
-            return simple_fsdp(model, mesh, mp_policy=policy, reshard_after_forward=reshard, wire=job.wire)
+            return simple_fsdp(
+                model,
+                mesh,
+                mp_policy=policy,
+                reshard_after_forward=reshard,
+                wire=job.wire,
+                ranks_per_node=job.layout.ranks_per_node,
+            )
 
         whole = build(job.layers)
         flops, blocks = flops_per_token(whole, job.seq), _blocks(whole)
@@ -193,11 +200,11 @@ def _wire_formats(
 ) -> tuple[WireFormats, ...]:
     """Return the wire formats that the parameters have in these graphs, in their order, of those that have one."""
     gathered: dict[str, str | None] = {}
-    reduced: dict[str, str | None] = {}
+    reduced: dict[str, tuple[str | None, ...]] = {}
     for graph in graphs:
         gathered |= {gather.fqn: gather.kind.wire_format for gather in graph.gathers}
-        reduced |= {reduction.fqn: reduction.kind.wire_format for reduction in graph.reductions}
-    every = (WireFormats(fqn, gathered.get(fqn), reduced.get(fqn)) for fqn, _ in parameters)
+        reduced |= {reduction.fqn: reduction.kind.wire_formats for reduction in graph.reductions}
+    every = (WireFormats(fqn, gathered.get(fqn), *reduced.get(fqn, (None,))) for fqn, _ in parameters)
     return tuple(each for each in every if each.gather or each.reduce)
 
 

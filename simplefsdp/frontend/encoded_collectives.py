@@ -5,6 +5,8 @@ buckets.
 
     shard - encode - all_gather - wait - decode -> full weight
     full gradient - encode - all_to_all - wait - decode and sum -> reduced shard
+
+Over several nodes a gradient travels in two steps (``inductor_passes/ops/encode.py``).
 """
 
 import threading
@@ -14,7 +16,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS
+from inductor_passes.collectives import TwoSteps
+from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS, ENCODE_SUMS
 
 _c10d = torch.ops._c10d_functional
 
@@ -50,14 +53,25 @@ def all_gather(shard: Tensor, numel: int, ranks: int, group: str, wire_format: s
     return DECODE_WEIGHTS(gathered, ranks, [numel], wire_format, dtype)[0]
 
 
-def reduce_scatter(rows: Tensor, operator: str, ranks: int, group: str, wire_format: str) -> Tensor:
+def reduce_scatter(
+    rows: Tensor, operator: str, ranks: int, group: str, wire_format: str, two_steps: TwoSteps | None
+) -> Tensor:
     """Return this rank's rows of the sum (``operator="sum"``) or mean (``"avg"``) of all ranks' ``rows``.
 
     The number of rows is divisible by ``ranks``, as for ``reduce_scatter_tensor``; the result has the dtype of
     ``rows``.
     """
-    encoded = ENCODE_GRADIENTS([rows], ranks, wire_format, rows.dtype)
-    splits = [encoded.numel() // ranks] * ranks
-    received = _c10d.wait_tensor(_c10d.all_to_all_single(encoded, splits, splits, group))
-    part = DECODE_SUMS(received, ranks, [rows.numel() // ranks], wire_format, rows.dtype, operator == "avg")
-    return part.view(rows.shape[0] // ranks, *rows.shape[1:])
+    shape, numels = (rows.shape[0] // ranks, *rows.shape[1:]), [rows.numel() // ranks]
+    divisor = float(ranks) if operator == "avg" else 1.0
+    sent = ENCODE_GRADIENTS([rows], ranks, wire_format, rows.dtype, 1.0, two_steps.nodes if two_steps else 1)
+    if two_steps is not None:
+        inside, among, group, nodes, between_format = two_steps
+        sent = ENCODE_SUMS(_exchange(sent, among, inside), among, nodes, numels, wire_format, between_format)
+        wire_format, ranks = between_format, nodes
+    return DECODE_SUMS(_exchange(sent, ranks, group), ranks, numels, wire_format, rows.dtype, divisor).view(shape)
+
+
+def _exchange(sent: Tensor, ranks: int, group: str) -> Tensor:
+    """Return what the ranks of ``group`` sent to this one, as many bytes each."""
+    splits = [sent.numel() // ranks] * ranks
+    return _c10d.wait_tensor(_c10d.all_to_all_single(sent, splits, splits, group))

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils._pytree import tree_leaves
 
+from inductor_passes.collectives import TwoSteps
 from inductor_passes.ops.accumulate import ADD_UP
 from inductor_passes.ops.offload import TO_DEVICE, TO_HOST
 from inductor_passes.torch_compat.autograd import keep_gradient_dtype, temporarily_clear_interpreter_stack
@@ -70,6 +71,8 @@ class Communication(NamedTuple):
     """Dtype of the gathered weight; ``None``: that of the shard."""
     reduce_dtype: torch.dtype | None = None
     """Dtype of the gradient reduction; ``None``: as ``reduction_dtype`` says."""
+    two_steps: TwoSteps | None = None
+    """How a gradient with a wire format is reduced over several nodes; ``None``: in one step."""
     divide_factor: float | None = None
     """The divisor of the sum of all ranks' gradients; ``None``: the number of ranks."""
     reshard_after_forward: Reshard = True
@@ -103,7 +106,7 @@ def _plain(value: Any) -> Any:
 
 @functools.cache
 def decode(text: str) -> Communication:
-    shape, dim, shard_group, replica_group, param_dtype, reduce_dtype, *rest = literal_eval(text)
+    shape, dim, shard_group, replica_group, param_dtype, reduce_dtype, two_steps, *rest = literal_eval(text)
     return Communication(
         shape,
         dim,
@@ -111,6 +114,7 @@ def decode(text: str) -> Communication:
         replica_group and Group(*replica_group),
         param_dtype and getattr(torch, param_dtype.removeprefix("torch.")),
         reduce_dtype and getattr(torch, reduce_dtype.removeprefix("torch.")),
+        two_steps and TwoSteps(*two_steps),
         *rest,
     )
 
@@ -296,7 +300,8 @@ def reduce(grad: Tensor, comm: Communication, local: Tensor) -> Tensor:
         if i or comm.dim is None:
             rows = _c10d.wait_tensor(_c10d.all_reduce(rows, operator, group.name))
         elif comm.reduce_format is not None and encodes_here():
-            rows = encoded_collectives.reduce_scatter(rows, operator, *group[::-1], comm.reduce_format)
+            wire = comm.reduce_format, comm.two_steps
+            rows = encoded_collectives.reduce_scatter(rows, operator, *group[::-1], *wire)
         else:
             rows = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(rows, operator, group.ranks, group.name))
     return _gradient(rows, postdivide, comm, local)

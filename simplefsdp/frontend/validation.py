@@ -86,7 +86,7 @@ def check_wire(wire: object, mp_policy: MixedPrecisionPolicy) -> None:
 
 def check_wire_format(fqn: str, param: nn.Parameter, form: WireFormat, mode: str, device_type: str) -> None:
     """Raise ``ValueError`` if the weight or the gradient of a parameter cannot travel in its format."""
-    asked = " and ".join(repr(name) for name in (form.gather, form.reduce) if name is not None)
+    asked = " and ".join(repr(name) for name in (form.gather, form.reduce, form.between_nodes) if name)
     if not asked:
         return
     if mode == "replicate":

@@ -20,7 +20,7 @@ def null_rank(ranks: int, backend: str = "nccl") -> Iterator[Recorder]:
 
     Three things are not as on a GPU: attention by cuDNN is switched off, because cuDNN finds that there is no driver;
     compiled graphs are not compared with those of other ranks, because there are none; and NCCL is told how many ranks
-    a mesh's sub-groups have, which it would learn from those ranks.
+    sub-groups have, which it would learn from those ranks.
 
     Raises:
         RuntimeError: the process does not run under the null GPU.
@@ -32,15 +32,18 @@ def null_rank(ranks: int, backend: str = "nccl") -> Iterator[Recorder]:
     torch.backends.cuda.enable_cudnn_sdp(False)
     recorder = Recorder()
 
+    torchs_split_group = dist.split_group
+
     def split_group(*, split_ranks: list[list[int]], **kwargs: Any) -> Any:
         recorder.expect_split(len(split_ranks[0]))
-        return dist.split_group(split_ranks=split_ranks, **kwargs)
+        return torchs_split_group(split_ranks=split_ranks, **kwargs)
 
     dist.init_process_group(backend, rank=0, world_size=ranks, store=dist.HashStore())
     try:
         with (
             mock.patch.object(agreement, "is_single_process_group", return_value=True),
             mock.patch.object(device_mesh, "split_group", split_group),
+            mock.patch.object(dist, "split_group", split_group),
         ):
             yield recorder
     finally:

@@ -35,7 +35,7 @@ class GraphUses(NamedTuple):
     reductions: Sequence[str]
     """Parameters whose gradients are reduced, by when their full gradients are complete."""
     has_all_reduce: frozenset[str]
-    """Parameters whose reduce-scatter an all-reduce follows."""
+    """Parameters whose reduce-scatter an all-reduce follows, or that are reduced in two steps."""
 
 
 class WireFormats(NamedTuple):
@@ -44,6 +44,13 @@ class WireFormats(NamedTuple):
     fqn: str
     gather: str | None
     reduce: str | None
+    between_nodes: str | None = None
+    """The format of the second step, where the gradient is reduced in two; ``None``: in one."""
+
+    @property
+    def formats(self) -> tuple[str | None, ...]:
+        """The formats, without that of a second step where there is none."""
+        return self[1:] if self.between_nodes else self[1:3]
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,7 @@ class BucketPlan:
             "parameters": {fqn: list(shape) for fqn, shape in self.parameters},
             "keep_unsharded": list(self.keep_unsharded),
             **{direction: [described(bucket) for bucket in getattr(self, direction)] for direction in _DIRECTIONS},
-            **({"wire": {each.fqn: [each.gather, each.reduce] for each in self.wire}} if self.wire else {}),
+            **({"wire": {each.fqn: list(each.formats) for each in self.wire}} if self.wire else {}),
         }
 
     def explain(self) -> str:
@@ -146,7 +153,8 @@ class BucketPlan:
                 lines.append(f"{direction}:")
             for bucket in getattr(self, direction):
                 share = sum(numel[fqn] for fqn in bucket.fqns) / max(1, total)
-                points = _reduction_points(bucket) if direction == "reductions" else _gather_points(bucket)
+                two_steps = any(each.between_nodes for each in self.wire if each.fqn in bucket.fqns)
+                points = _reduction_points(bucket, two_steps) if direction == "reductions" else _gather_points(bucket)
                 form = ", grouped" if bucket.form == "grouped" else ""
                 place = WireFormats._fields.index("reduce" if direction == "reductions" else "gather")
                 sent = sorted({str(each[place]) for each in self.wire if each.fqn in bucket.fqns} - {"None"})
@@ -188,14 +196,15 @@ class BucketPlan:
                 problems.append(
                     f"{fqn}: {planned_as} after forward in the plan, not in the model (reshard_after_forward)"
                 )
-        given = {each.fqn: each[1:] for each in wire}
-        chosen = {each.fqn: each[1:] for each in self.wire}
+        given = {each.fqn: each for each in wire}
+        chosen = {each.fqn: each for each in self.wire}
         for fqn in (fqn for fqn in parameters if fqn in used):
-            pairs = zip(chosen.get(fqn, (None, None)), given.get(fqn, (None, None)), strict=True)
-            if any(mine != theirs and not (may_drop and mine is None) for mine, theirs in pairs):
-                problems.append(
-                    f"{fqn}: travels as {chosen.get(fqn)} in the plan, as {given.get(fqn)} in the model (wire)"
-                )
+            mine, theirs = (found.get(fqn, WireFormats(fqn, None, None)) for found in (chosen, given))
+            same_gather = mine.gather == theirs.gather or (may_drop and mine.gather is None)
+            same_reduction = mine.formats[1:] == theirs.formats[1:] or (may_drop and mine.reduce is None)
+            if not (same_gather and same_reduction):
+                formats = [found[fqn].formats if fqn in found else None for found in (chosen, given)]
+                problems.append(f"{fqn}: travels as {formats[0]} in the plan, as {formats[1]} in the model (wire)")
         if problems:
             raise ValueError("plan: does not fit this model:\n  " + "\n  ".join(problems))
 
@@ -213,7 +222,7 @@ def _gather_points(bucket: Bucket) -> str:
     return f"issued {issue}, awaited before {bucket.wait} is" if bucket.wait else f"issued {issue}, awaited at the end"
 
 
-def _reduction_points(bucket: Bucket) -> str:
+def _reduction_points(bucket: Bucket, two_steps: bool) -> str:
     def before(point: str | None) -> str:
         if point in bucket.fqns:
             return "at once"
@@ -221,7 +230,8 @@ def _reduction_points(bucket: Bucket) -> str:
 
     own = bucket.issue is None or bucket.issue in bucket.fqns
     issue = "issued when complete" if own else f"issued when that of {bucket.issue} is there"
-    all_reduce = f", all-reduced {before(bucket.all_reduce_after)}" if bucket.all_reduce_after else ""
+    then = "sent between nodes" if two_steps else "all-reduced"
+    all_reduce = f", {then} {before(bucket.all_reduce_after)}" if bucket.all_reduce_after or two_steps else ""
     return f"{issue}{all_reduce}, awaited {before(bucket.wait)}"
 
 
@@ -284,9 +294,10 @@ def _parsed(data: Any, where: str) -> BucketPlan:
         need(isinstance(found, dict), "wire", "an object of formats", found)
         for fqn, formats in found.items():
             need(fqn in parameters, "wire", "FQNs of parameters", fqn)
-            right = isinstance(formats, list) and len(formats) == 2
-            need(right, f"wire.{fqn}", "a format, or null, for the gather and one for the reduction", formats)
-            for name, valid in zip(formats, (GATHER_FORMATS, REDUCE_FORMATS), strict=True):
+            right = isinstance(formats, list) and len(formats) in (2, 3)
+            expected = "a format, or null, for the gather, one for the reduction, and one for it between nodes, if any"
+            need(right, f"wire.{fqn}", expected, formats)
+            for name, valid in zip(formats, (GATHER_FORMATS, REDUCE_FORMATS, REDUCE_FORMATS), strict=False):
                 need(name is None or name in valid, f"wire.{fqn}", f"one of {', '.join(valid)}, or null", name)
         return tuple(WireFormats(fqn, *found[fqn]) for fqn in parameters if fqn in found)
 

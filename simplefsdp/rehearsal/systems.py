@@ -47,6 +47,7 @@ def simplefsdp_system(
     reshard: Reshard | None = None,
     wire: WireFormat | None = None,
     narrows: bool = False,
+    ranks_per_node: int | None = None,
 ) -> System:
     """Return this library as a system, with a plan.
 
@@ -55,12 +56,14 @@ def simplefsdp_system(
         reshard: ``reshard_after_forward``, in place of the setting that all systems share.
         wire: the format of all weights and gradients.
         narrows: let the planner choose what travels in its format.
+        ranks_per_node: ranks of a node, for reductions in two steps; ``None``: as the profile's network says.
     """
 
     def wrap(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
         mesh, mp_policy, reshards, profile = parallelism
         chosen = reshards if reshard is None else reshard
-        simple_fsdp(model, mesh, mp_policy=mp_policy, reshard_after_forward=chosen, wire=wire)
+        on_node = profile.network.ranks_per_node if profile and ranks_per_node is None else ranks_per_node
+        simple_fsdp(model, mesh, mp_policy=mp_policy, reshard_after_forward=chosen, wire=wire, ranks_per_node=on_node)
         options: Any = {"plan": plan, "inductor": dict(inductor or {}), "memory_budget": budget}
         if narrows:
             options["wire"] = "auto"

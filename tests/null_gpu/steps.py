@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from inductor_passes.torch_compat.distributed import GROUPING_NCCL
-from simplefsdp import BucketPlan, clip_grad_norm_, manual_plan, simple_fsdp
+from simplefsdp import BucketPlan, WireFormat, clip_grad_norm_, manual_plan, simple_fsdp
 from simplefsdp.models import llama
 from simplefsdp.null_gpu.log import Event, Module, Recorder
 from simplefsdp.null_gpu.rank import null_rank
@@ -91,6 +91,13 @@ CASES: dict[str, Case] = {
 }
 
 
+WIRE_CASES: dict[str, Case] = {
+    "one-step": Case(settings={"wire": WireFormat("fp8", "int8-hadamard"), "ranks_per_node": 64}),
+    "two-steps": Case(settings={"wire": WireFormat("int8", "int8", between_nodes="int4"), "ranks_per_node": 8}),
+}
+"""Cases in which weights and gradients travel in a wire format."""
+
+
 @dataclass(frozen=True)
 class Step:
     """The log of one step after the first ones, and the plan of that step."""
@@ -123,11 +130,11 @@ def run_step(name: str, folder: Path) -> Step:
     """Compile a case, train some steps and return the log of the last.
 
     Args:
-        name: of ``CASES``.
+        name: of ``CASES`` or ``WIRE_CASES``.
         folder: for the report of the compilation.
     """
     torch._dynamo.reset()
-    case = CASES[name]
+    case = {**CASES, **WIRE_CASES}[name]
     ranks = math.prod([*case.mesh.values(), case.tensor_parallel])
     with null_rank(ranks, case.backend) as recorder:
         model, shapes = _sharded(case)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS
+from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS, ENCODE_SUMS
 from inductor_passes.ops.wire_formats import GATHER_FORMATS, REDUCE_FORMATS
 
 SHAPE = st.tuples(st.integers(1, 9), st.integers(1, 60))
@@ -55,18 +55,75 @@ def test_reduced_gradients_are_those_of_every_member_alone(members, ranks, mean,
     sends = [ENCODE_GRADIENTS(of, ranks, form, torch.float32).view(ranks, -1) for of in gradients]
     for rank in range(ranks):
         received = torch.cat([send[rank] for send in sends])
-        together = DECODE_SUMS(received, ranks, chunks, form, torch.float32, mean).split(chunks)
+        together = DECODE_SUMS(received, ranks, chunks, form, torch.float32, float(ranks) if mean else 1.0).split(
+            chunks
+        )
         for i, chunk in enumerate(chunks):
             alone = torch.cat(
                 [ENCODE_GRADIENTS([of[i]], ranks, form, torch.float32).view(ranks, -1)[rank] for of in gradients]
             )
-            part = DECODE_SUMS(alone, ranks, [chunk], form, torch.float32, mean)
+            part = DECODE_SUMS(alone, ranks, [chunk], form, torch.float32, float(ranks) if mean else 1.0)
             assert torch.equal(together[i], part)
             total = sum(of[i] for of in gradients).flatten()[rank * chunk : (rank + 1) * chunk]
             expected = torch.zeros(chunk)
             expected[: len(total)] = total / ranks if mean else total
             norms = sum(of[i].norm() for of in gradients)
             assert (part - expected).norm() <= 0.25 * norms
+
+
+def reduced_in_two_steps(gradients, among, nodes, chunks, form, between):
+    """Return what each rank owns of the sums over all ranks, one tensor a rank; ``gradients``: a list for each rank."""
+    ranks = among * nodes
+    sent = [ENCODE_GRADIENTS(of, ranks, form, torch.float32, 1.0, nodes).view(among, -1) for of in gradients]
+    inside = [[*range(node * among, (node + 1) * among)] for node in range(nodes)]
+    received = [torch.cat([sent[peer][rank % among] for peer in inside[rank // among]]) for rank in range(ranks)]
+    sums = [ENCODE_SUMS(each, among, nodes, chunks, form, between).view(nodes, -1) for each in received]
+    second = [
+        torch.cat([sums[node * among + rank % among][rank // among] for node in range(nodes)]) for rank in range(ranks)
+    ]
+    return [DECODE_SUMS(each, nodes, chunks, between, torch.float32, 1.0).split(chunks) for each in second]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(SHAPE, st.booleans()), min_size=1, max_size=3), st.integers(1, 3), st.integers(1, 3), st.data()
+)
+def test_in_two_steps_each_rank_gets_its_own_sums_and_each_member_has_the_bits_it_has_alone(
+    members, among, nodes, data
+):
+    form, between = (data.draw(st.sampled_from(list(REDUCE_FORMATS))) for _ in range(2))
+    ranks = among * nodes
+    gradients = [
+        [made(shape, 10 * rank + i, turned) for i, (shape, turned) in enumerate(members)] for rank in range(ranks)
+    ]
+    chunks = [-(-shape[0] // ranks) * shape[1] for shape, _ in members]
+    together = reduced_in_two_steps(gradients, among, nodes, chunks, form, between)
+    for i, chunk in enumerate(chunks):
+        alone = reduced_in_two_steps([[of[i]] for of in gradients], among, nodes, [chunk], form, between)
+        total = sum(of[i] for of in gradients).flatten()
+        norms = sum(of[i].norm() for of in gradients)
+        for rank in range(ranks):
+            assert torch.equal(together[rank][i], alone[rank][0])
+            expected = torch.zeros(chunk)
+            own = total[rank * chunk : (rank + 1) * chunk]
+            expected[: len(own)] = own
+            assert (together[rank][i] - expected).norm() <= 0.4 * norms
+
+
+@pytest.mark.parametrize("form", ["bf16-fp32sum", "int8", "int4-hadamard"])
+def test_two_steps_round_the_sums_of_a_node_once_more(form):
+    gradients = [[made((8, 4096), rank)] for rank in range(8)]
+    exact = sum(of[0].double() for of in gradients).flatten()
+    sent = torch.stack([ENCODE_GRADIENTS(of, 8, form, torch.float32).view(8, -1) for of in gradients])
+    errors = []
+    two = reduced_in_two_steps(gradients, 4, 2, [4096], form, form)
+    for rank in range(8):
+        one = DECODE_SUMS(sent[:, rank].reshape(-1), 8, [4096], form, torch.float32, 1.0)
+        own = exact[rank * 4096 : (rank + 1) * 4096]
+        errors.append([(found.double() - own).norm() for found in (one, two[rank][0])])
+    once, twice = torch.tensor(errors).norm(dim=0)
+    # Eight roundings of gradients, and two of sums over four of them, which are twice as large.
+    assert 1.3 * once < twice < 1.5 * once
 
 
 def test_gradients_are_rounded_to_the_dtype_of_the_reduction_and_divided():
@@ -88,14 +145,14 @@ def test_operators_are_traced_with_the_shapes_that_they_have(form):
             sizes = [(w.shape, w.dtype) for w in DECODE_WEIGHTS(encoded, 1, numels, form, torch.bfloat16)]
         else:
             encoded = ENCODE_GRADIENTS(fake, 2, form, torch.float32)
-            reduced = DECODE_SUMS(encoded, 2, [100, 7], form, torch.float32, True)
+            reduced = DECODE_SUMS(encoded, 2, [100, 7], form, torch.float32, 2.0)
             sizes = [(reduced.shape, reduced.dtype)]
     if form in GATHER_FORMATS:
         real = ENCODE_SHARDS(shards, numels, form)
         found = [(w.shape, w.dtype) for w in DECODE_WEIGHTS(real, 1, numels, form, torch.bfloat16)]
     else:
         real = ENCODE_GRADIENTS(shards, 2, form, torch.float32)
-        out = DECODE_SUMS(real, 2, [100, 7], form, torch.float32, True)
+        out = DECODE_SUMS(real, 2, [100, 7], form, torch.float32, 2.0)
         found = [(out.shape, out.dtype)]
     assert (encoded.shape, encoded.dtype) == (real.shape, real.dtype)
     assert sizes == found

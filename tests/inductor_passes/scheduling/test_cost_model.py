@@ -40,7 +40,7 @@ class Rates:
         return nbytes / 1000
 
     def collective_s(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
-        assert list(ranks) == [0, 1, 2, 3]
+        assert list(ranks) in ([0, 1, 2, 3], [0, 1], [0, 2])
         factor = {"all_gather": 1.0, "reduce_scatter": 2.0, "all_reduce": 3.0, "all_to_all": 4.0}[kind]
         return factor * (1 + nbytes / 100)
 
@@ -294,3 +294,21 @@ def test_a_wire_format_is_fewer_bytes_over_the_collective_that_carries_it() -> N
     assert gather.s_per_byte == pytest.approx(plain[0].gathers[0].kind.s_per_byte * gather.wire)
     assert reduction.s_per_byte == pytest.approx(4 / 100 * reduction.wire)  # an all-to-all, by ``Rates``
     assert reduction.alpha_s == 4.0
+
+
+def test_two_steps_are_two_all_to_alls_the_second_of_the_sums_of_a_node() -> None:
+    wire = WireFormat(reduce="int8", between_nodes="int4")
+    with mock.patch("simplefsdp.compile.passes.bucket"):
+        one, two = (
+            cost_graphs(Gated(), torch.ones(4, 8), wire=wire, ranks_per_node=ranks)[1].reductions[0].kind
+            for ranks in (4, 2)
+        )
+    second = two.all_reduce_after
+    assert second is not None
+    assert (two.wire_formats, one.wire_formats) == (("int8", "int4"), ("int8",))
+    # Inside of a node as before, but over two ranks; then half of the bytes, over the network of all four.
+    assert two.s_per_byte == one.s_per_byte
+    assert (one.shard, two.shard) == (1 / 4, 1 / 2)
+    assert second.s_per_byte == pytest.approx(4 / 100 * (64 + 4) / 512 / 2)
+    assert second.copy_s_per_byte == pytest.approx(2 / 1000 * (1 + (64 + 4) / 512) / 2 / 2)
+    assert second.channel == one.channel != two.channel

@@ -318,3 +318,21 @@ def test_a_gradient_in_a_wire_format_has_a_buffer_to_send_and_one_to_receive() -
     assert timeline.memory[0] == 10
     assert timeline.memory[1] == 5 + 10
     assert timeline.memory[2] == 10 + 10
+
+
+def test_of_two_steps_the_second_is_issued_with_the_sums_of_the_first() -> None:
+    second = CollectiveKind("net", 1.0, 0.05, copy_s_per_byte=0.005, wire_format="int4", wire=0.1)
+    first = SLOW._replace(
+        s_per_byte=0.02, copy_s_per_byte=0.01, shard=0.5, wire_format="int8", wire=0.2, all_reduce_after=second
+    )
+    graph = backward(first)._replace(reductions=backward(first).reductions[:1])
+    timeline = replay(graph, Schedule((), (ScheduledBucket((0,), 1, 4, 2),)))
+    inside, between = timeline.spans
+    # 10 bytes are encoded in 0.1 s behind the first step, and on their way for 1.2 s, behind the second step.
+    assert (inside.what, inside.issued, inside.finished, inside.awaited) == ("reduce", 3.1, 4.3, 6.1)
+    # 2 bytes are read and added up in 0.01 s, 1 byte's worth of sums encoded in 0.0025 s; then 1.5 s on the way.
+    assert (between.what, between.issued, between.finished) == ("between nodes", pytest.approx(6.1125), 7.6125)
+    assert timeline.seconds == pytest.approx(9.1125 + 0.0025)
+    # The gradient beside the buffer that is sent; buffers of 2 bytes each way and the shard; then, while sums are
+    # encoded, also half a byte each way; the shard.
+    assert timeline.memory == (10, 10 + 2, 5 + 1, 1)

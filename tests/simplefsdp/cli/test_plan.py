@@ -163,10 +163,22 @@ def test_wire_formats_are_planned(
     kind = explanation.costs.forward.gathers[0].kind
     assert (kind.wire_format, kind.plain.wire_format) == ("int8", None)
     assert not found["none"].wire
-    assert {each[1:] for each in found["given"].wire} == {("int8", "int8")}
+    assert {each.formats for each in found["given"].wire} == {("int8", "int8")}
     assert len(found["given"].wire) == len(found["given"].parameters)
     assert set(found["auto"].wire) <= set(found["given"].wire)
     assert ("sent as" in auto) == bool(found["auto"].wire)
+
+
+def test_over_several_nodes_gradients_in_a_format_are_planned_in_two_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats = ["--wire-reduce", "int8", "--wire-between-nodes", "int4", "--network", "h100-8-nodes"]
+    plan(monkeypatch, *SMALL, "--ranks", 16, "--layers", 2, *formats, "--out", tmp_path)
+    found = BucketPlan.load(tmp_path / "plan.json")
+    assert ", sent between nodes " in found.explain()
+    assert {each.formats for each in found.wire} == {(None, "int8", "int4")}
+    (explanation,) = read(tmp_path).values()
+    assert explanation.costs.backward.reductions[0].kind.wire_formats == ("int8", "int4")
 
 
 @pytest.mark.parametrize(

@@ -319,7 +319,7 @@ def test_only_what_cannot_be_hidden_travels_in_its_format(tmp_path: Path) -> Non
         (graph,) = (tmp_path / name).glob("*/*_forward_after_bucket.txt")
         assert ("encode_shards" in graph.read_text()) == encoded
     given = planned(tmp_path / "given", formats=formats)
-    assert {each[1:] for each in given.wire} == {("int8", "int8")}
+    assert {each.formats for each in given.wire} == {("int8", "int8")}
     again = planned(tmp_path / "again", found["fast"], formats=formats, wire="auto")
     assert again == found["fast"]
     with pytest.raises(Exception, match=r"travels as None in the plan, as \('int8', 'int8'\) in the model"):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from simplefsdp import simple_fsdp
+from simplefsdp import rehearsal, simple_fsdp
 from simplefsdp.frontend import eager_resharding
 from tests import zoo
 from tests.compare import assert_same, lowered, same_steps, vectors, whole
@@ -128,7 +128,6 @@ def test_a_checkpointed_region_is_gathered_once_a_direction(use_reentrant: bool)
     assert watch.counts["reduce_scatter_tensor"] == 4
 
 
-@one_of_four
 def test_a_backward_on_another_thread_calls_a_checkpoint_again_and_leaves_no_call_behind() -> None:
     calls: list[tuple[int, bool]] = []
 
@@ -148,9 +147,12 @@ def test_a_backward_on_another_thread_calls_a_checkpoint_again_and_leaves_no_cal
         thread.start()
         thread.join()
 
-    here = gradient(Tensor.backward)
-    calls.clear()
-    assert torch.equal(gradient(on_another_thread), here)
+    with rehearsal.world(4, None):  # whose reductions have values; those of a fake process group may have none
+        here = gradient(Tensor.backward)
+        calls.clear()
+        there = gradient(on_another_thread)
+    assert here.any()
+    assert torch.equal(there, here)
     (first, in_checkpoint), (second, again) = calls
     assert first == threading.get_ident() != second
     assert in_checkpoint
@@ -158,7 +160,8 @@ def test_a_backward_on_another_thread_calls_a_checkpoint_again_and_leaves_no_cal
     assert not eager_resharding.checkpoint.is_recomputing
     assert not eager_resharding._thread.calls
     calls.clear()
-    simple_fsdp(Notes(WIDE, WIDE))(torch.ones(2, WIDE))
+    with rehearsal.world(4, None):
+        simple_fsdp(Notes(WIDE, WIDE))(torch.ones(2, WIDE))
     assert calls == [(threading.get_ident(), False)]
 
 

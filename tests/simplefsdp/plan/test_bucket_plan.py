@@ -321,7 +321,7 @@ def test_packing_order_and_order_of_use_are_not_the_same():
         ({"reductions": [{"parameters": ["a"]}, {"parameters": ["a"]}]}, "reductions: expected each FQN once"),
         ({"wire": [["a", "int8", None]]}, "wire: expected an object of formats"),
         ({"wire": {"b": ["int8", None]}}, "wire: expected FQNs of parameters, found 'b'"),
-        ({"wire": {"a": "int8"}}, "wire.a: expected a format, or null, for the gather and one for the reduction"),
+        ({"wire": {"a": "int8"}}, "wire.a: expected a format, or null, for the gather, one for the reduction, and"),
         ({"wire": {"a": ["int4", None]}}, "wire.a: expected one of bf16, fp8, int8, or null, found 'int4'"),
     ],
 )
@@ -361,7 +361,7 @@ def test_a_plan_for_another_model_lists_every_parameter_that_does_not_match():
 
 
 def test_wire_formats_are_part_of_a_plan(tmp_path):
-    formats = (WireFormats("tok.weight", "fp8", None), WireFormats("norm.weight", "int8", "int4-hadamard"))
+    formats = (WireFormats("tok.weight", "fp8", None), WireFormats("norm.weight", "int8", "int4-hadamard", "int4"))
     narrow = replace(plan(), wire=formats)
     assert narrow.hash != plan().hash
     narrow.save(tmp_path / "plan.json")
@@ -377,6 +377,9 @@ def test_wire_formats_are_part_of_a_plan(tmp_path):
             one.check_fits(fits, LLAMA[:1], LLAMA, of_model)
     with pytest.raises(ValueError, match=r"tok.weight: travels as \('fp8', None\) in the plan, as None in the model"):
         narrow.check_fits(fits, LLAMA[:1], LLAMA, (), may_drop=True)
+    one_step = replace(narrow, wire=(formats[0], formats[1]._replace(between_nodes=None)))
+    with pytest.raises(ValueError, match=r"norm\.weight: travels as"):
+        one_step.check_fits(fits, LLAMA[:1], LLAMA, formats, may_drop=True)
 
 
 @pytest.mark.parametrize(
