@@ -72,10 +72,22 @@ def _narrow() -> Scenario:
     return replace(SCENARIOS["bandwidth"], what="communication takes about twice as long as compute", network=half)
 
 
-def scenarios() -> Mapping[str, Scenario]:
+def _nodes() -> Scenario:
     hybrid = SCENARIOS["hybrid"]
-    nodes = replace(hybrid, what="fully sharded over 4 nodes of 4 ranks", hybrid=False)
-    return {"bandwidth": SCENARIOS["bandwidth"], "narrow": _narrow(), "hybrid": hybrid, "nodes": nodes}
+    between = {
+        kind: replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / 8)
+        for kind, link in hybrid.network.between.items()
+    }
+    slow = replace(
+        hybrid.network, name="cpu-hybrid-slow", source="cpu-hybrid, an eighth between nodes", between=between
+    )
+    what = "fully sharded over 4 nodes of 4 ranks, communication between nodes takes longer than compute"
+    return replace(hybrid, what=what, network=slow, hybrid=False)
+
+
+def scenarios() -> Mapping[str, Scenario]:
+    bandwidth, hybrid = SCENARIOS["bandwidth"], SCENARIOS["hybrid"]
+    return {"bandwidth": bandwidth, "narrow": _narrow(), "hybrid": hybrid, "nodes": _nodes()}
 
 
 def rehearse(name: str, scenario: Scenario, rounds: int) -> dict[str, Any]:
