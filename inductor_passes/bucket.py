@@ -32,7 +32,7 @@ gather (or reduce) is left out, and a collective that stays alone is not touched
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -51,6 +51,7 @@ from inductor_passes.collectives import (
     FQNS,
     REDUCE_SCATTER,
     REDUCE_SCATTER_GROUP,
+    TWO_STEPS,
     WAIT,
     WIRE_FORMAT,
     Collective,
@@ -91,12 +92,21 @@ def assign(graph: Graph, gather_buckets: Sequence[Bucket], reduction_buckets: Se
                 step.meta[BUCKET] = by_fqn[collective.fqns[0]]
 
 
-def drop_formats(graph: Graph, gathered: Collection[str], reduced: Collection[str]) -> None:
-    """Let only the gathers and reductions of these parameters have their wire formats."""
-    for found, kept in ((gathers(graph), gathered), (reductions(graph), reduced)):
+def choose_formats(
+    graph: Graph, gathered: Mapping[str, tuple[str, ...]], reduced: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Let only the gathers and reductions of these parameters have wire formats, and these: one for each step."""
+    for found, chosen in ((gathers(graph), gathered), (reductions(graph), reduced)):
         for collective in found:
-            if collective.fqns[0] not in kept:
-                collective.node.meta.pop(WIRE_FORMAT, None)
+            two_steps, formats = collective.two_steps, chosen.get(collective.fqns[0])
+            if collective.wire_format is None:
+                continue
+            if formats is None:
+                del collective.node.meta[WIRE_FORMAT]
+                continue
+            collective.node.meta[WIRE_FORMAT] = formats[0]
+            if two_steps is not None:
+                collective.node.meta[TWO_STEPS] = two_steps._replace(between_format=formats[1])
 
 
 def bucket(graph: Graph) -> None:

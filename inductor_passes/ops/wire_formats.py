@@ -20,7 +20,7 @@ import functools
 import itertools
 import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,8 +71,25 @@ REDUCE_FORMATS = {
 """Formats of gradients, by name. Ranks exchange encoded parts and add up what they get in float32, so that each
 gradient is rounded once, however many ranks there are."""
 FORMATS = {**GATHER_FORMATS, **REDUCE_FORMATS}
+LEVELS = (16, 8, 4)
+"""Bits of a value, the least harmful first."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of tensors that can be encoded."""
+
+
+def milder(wire_format: str, bits: int, formats: Mapping[str, Encoding]) -> str:
+    """Return the format of ``bits`` bits that takes the place of one with fewer; one with as many stays as it is.
+
+    Of two formats of 8 bits the integers are nearer to gradients and weights. What rotates gives way to what does.
+
+    Args:
+        formats: ``GATHER_FORMATS`` or ``REDUCE_FORMATS``.
+    """
+    given = formats[wire_format]
+    if given.bits >= bits:
+        return wire_format
+    rotates = given.rotates and bits < _BF16.bits
+    return [name for name, each in formats.items() if (each.bits, each.rotates) == (bits, rotates)][-1]
 
 
 def blocks(numel: int) -> int:

@@ -43,10 +43,11 @@ class CollectiveKind(NamedTuple):
     """The kind of the same collective without its wire format."""
 
     @property
-    def wire_formats(self) -> tuple[str | None, ...]:
-        """The wire format, and that of the second step where a reduction has two."""
-        second = self.all_reduce_after and self.all_reduce_after.wire_format
-        return (self.wire_format, second) if second else (self.wire_format,)
+    def wire_formats(self) -> tuple[str, ...]:
+        """The wire format, if there is one, and that of the second step where a reduction has two."""
+        if self.wire_format is None:
+            return ()
+        return self.wire_format, *(self.all_reduce_after.wire_formats if self.all_reduce_after else ())
 
     def seconds(self, nbytes: int) -> float:
         return self.alpha_s + nbytes * self.s_per_byte
@@ -57,7 +58,27 @@ class CollectiveKind(NamedTuple):
         Args:
             plain: the kind of the collective that carries the values as they are.
         """
-        wire = FORMATS[wire_format].nbytes(BLOCK) / BLOCK / dtype.itemsize
+        return self._carrying(wire_format, dtype.itemsize, plain)
+
+    def with_formats(self, *names: str) -> "CollectiveKind":
+        """Return the kind of the same collective in other formats: one for each step, or none for the plain one."""
+        if self.plain is None or names == self.wire_formats:
+            return self
+        if not names:
+            return self.plain
+        assert self.wire_format is not None
+        itemsize = FORMATS[self.wire_format].nbytes(BLOCK) / BLOCK / self.wire
+        second = self.all_reduce_after
+        carrier = self._replace(
+            s_per_byte=self.s_per_byte / self.wire,
+            issue_s_per_byte=self.issue_s_per_byte / self.wire,
+            copy_s_per_byte=2 * self.copy_s_per_byte / (1 + self.wire),
+            all_reduce_after=second.with_formats(*names[1:]) if second and names[1:] else second,
+        )
+        return carrier._carrying(names[0], itemsize, self.plain)
+
+    def _carrying(self, wire_format: str, itemsize: float, plain: "CollectiveKind") -> "CollectiveKind":
+        wire = FORMATS[wire_format].nbytes(BLOCK) / BLOCK / itemsize
         return self._replace(
             s_per_byte=self.s_per_byte * wire,
             issue_s_per_byte=self.issue_s_per_byte * wire,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from inductor_passes.bucket import assign, bucket, drop_formats, let_none_work_in_place_on_the_input_of_another
+from inductor_passes.bucket import assign, bucket, choose_formats, let_none_work_in_place_on_the_input_of_another
 from inductor_passes.collectives import Collective, GraphParameter, identify, reductions
 from inductor_passes.compile_once import compile_once, render_bodies
 from inductor_passes.matmul_casts import cast_in_matmuls
@@ -202,7 +202,7 @@ class Passes:
         trace_artifact("simplefsdp_plan", plan.to_json)
         for graph, gathers in ((forward, plan.forward), (backward, plan.backward)):
             assign(graph, gathers, plan.reductions)
-            drop_formats(graph, *plan.narrowed)
+            choose_formats(graph, *plan.narrowed)
         self._dump_text("plan.json", plan.to_json())
 
     def _dump(self, step: str, graph: Graph) -> None:

@@ -200,11 +200,11 @@ def _wire_formats(
 ) -> tuple[WireFormats, ...]:
     """Return the wire formats that the parameters have in these graphs, in their order, of those that have one."""
     gathered: dict[str, str | None] = {}
-    reduced: dict[str, tuple[str | None, ...]] = {}
+    reduced: dict[str, tuple[str, ...]] = {}
     for graph in graphs:
         gathered |= {gather.fqn: gather.kind.wire_format for gather in graph.gathers}
         reduced |= {reduction.fqn: reduction.kind.wire_formats for reduction in graph.reductions}
-    every = (WireFormats(fqn, gathered.get(fqn), *reduced.get(fqn, (None,))) for fqn, _ in parameters)
+    every = (WireFormats(fqn, gathered.get(fqn), *reduced.get(fqn, ())) for fqn, _ in parameters)
     return tuple(each for each in every if each.gather or each.reduce)
 
 

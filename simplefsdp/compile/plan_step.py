@@ -161,14 +161,11 @@ def search_plan(request: SearchRequest, step: StepToPlan) -> BucketPlan:
 
 
 def _with_fewest_formats(step: StepToPlan, limit: float) -> StepToPlan:
-    """Return the step in which only those wire formats are left without which it would be slower."""
+    """Return the step in which only those wire formats are left without which it would be slower, or milder ones."""
     chosen = choose_narrowed(step.cost_graphs, limit)
     wire = [
-        each._replace(
-            gather=each.gather if each.fqn in chosen.gathers else None,
-            reduce=each.reduce if each.fqn in chosen.reductions else None,
-        )
-        for each in step.wire
+        WireFormats(fqn, *chosen.gathers.get(fqn, (None,)), *chosen.reductions.get(fqn, ()))
+        for fqn in (each.fqn for each in step.wire)
     ]
     return replace(
         step,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from inductor_passes.ops.wire_formats import GATHER_FORMATS, REDUCE_FORMATS
+from inductor_passes.ops.wire_formats import GATHER_FORMATS, LEVELS, REDUCE_FORMATS, Encoding, milder
 from inductor_passes.scheduling.issue_points import Bucket, Form, check_points
 from inductor_passes.scheduling.narrow import Narrowed
 from simplefsdp.text.json_fields import read_file
@@ -43,7 +43,7 @@ class WireFormats(NamedTuple):
 
     fqn: str
     gather: str | None
-    reduce: str | None
+    reduce: str | None = None
     between_nodes: str | None = None
     """The format of the second step, where the gradient is reduced in two; ``None``: in one."""
 
@@ -51,6 +51,16 @@ class WireFormats(NamedTuple):
     def formats(self) -> tuple[str | None, ...]:
         """The formats, without that of a second step where there is none."""
         return self[1:] if self.between_nodes else self[1:3]
+
+    @property
+    def of_gather(self) -> tuple[str, ...]:
+        """The format of the weight; none if it travels as it is."""
+        return (self.gather,) if self.gather else ()
+
+    @property
+    def of_reduction(self) -> tuple[str, ...]:
+        """The formats of the gradient, one for each step; none if it travels as it is."""
+        return tuple(name for name in (self.reduce, self.between_nodes) if name)
 
 
 @dataclass(frozen=True)
@@ -75,10 +85,10 @@ class BucketPlan:
 
     @property
     def narrowed(self) -> Narrowed:
-        """The parameters whose weights, and those whose gradients, travel in a wire format."""
+        """The wire formats of weights, and those of gradients."""
         return Narrowed(
-            frozenset(each.fqn for each in self.wire if each.gather),
-            frozenset(each.fqn for each in self.wire if each.reduce),
+            {each.fqn: each.of_gather for each in self.wire if each.gather},
+            {each.fqn: each.of_reduction for each in self.wire if each.reduce},
         )
 
     @property
@@ -200,9 +210,10 @@ class BucketPlan:
         chosen = {each.fqn: each for each in self.wire}
         for fqn in (fqn for fqn in parameters if fqn in used):
             mine, theirs = (found.get(fqn, WireFormats(fqn, None, None)) for found in (chosen, given))
-            same_gather = mine.gather == theirs.gather or (may_drop and mine.gather is None)
-            same_reduction = mine.formats[1:] == theirs.formats[1:] or (may_drop and mine.reduce is None)
-            if not (same_gather and same_reduction):
+            if not (
+                _fits(mine.of_gather, theirs.of_gather, GATHER_FORMATS, may_drop)
+                and _fits(mine.of_reduction, theirs.of_reduction, REDUCE_FORMATS, may_drop)
+            ):
                 formats = [found[fqn].formats if fqn in found else None for found in (chosen, given)]
                 problems.append(f"{fqn}: travels as {formats[0]} in the plan, as {formats[1]} in the model (wire)")
         if problems:
@@ -213,6 +224,15 @@ class BucketPlan:
         these uses; it names the bucket."""
         gathers = {"forward": self.forward, "backward": self.backward}
         check_points(gathers, {"forward": uses.forward, "backward": uses.backward}, self.reductions)
+
+
+def _fits(own: tuple[str, ...], given: tuple[str, ...], among: Mapping[str, Encoding], may_drop: bool) -> bool:
+    """Return whether a plan may have its own formats where those of the model are given.
+
+    They are the same ones; with ``may_drop`` also none, or the same with more bits.
+    """
+    milder_ones = [tuple(milder(name, bits, among) for name in given) for bits in LEVELS]
+    return own == given or (may_drop and (not own or own in milder_ones))
 
 
 def _gather_points(bucket: Bucket) -> str:

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from torch.fx import Graph
 
-from inductor_passes.bucket import assign, bucket, drop_formats
-from inductor_passes.collectives import ALL_TO_ALL, FQNS, WIRE_FORMAT, gathers, reductions
+from inductor_passes.bucket import assign, bucket, choose_formats
+from inductor_passes.collectives import ALL_TO_ALL, FQNS, TWO_STEPS, WIRE_FORMAT, TwoSteps, gathers, reductions
 from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS
 from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS
 from inductor_passes.ops.wire_formats import DTYPES, GATHER_FORMATS, REDUCE_FORMATS
@@ -73,7 +73,7 @@ def test_any_buckets_give_the_values_of_members_alone(specs, data):
 @given(specs=st.lists(SPEC, min_size=1, max_size=6), data=st.data())
 def test_dropped_formats_leave_the_graph_of_none(specs, data):
     graph, inputs, forms = with_formats(specs, data)
-    drop_formats(graph, (), ())
+    choose_formats(graph, {}, {})
     assert not [node for node in graph.nodes if WIRE_FORMAT in node.meta]
     carried_out(graph, [list(forms)])
     plain, _ = chains(specs)
@@ -81,6 +81,18 @@ def test_dropped_formats_leave_the_graph_of_none(specs, data):
     torch.testing.assert_close(run(graph, inputs), expected, rtol=0, atol=0)
     for operator in (ENCODE_SHARDS, ENCODE_GRADIENTS, DECODE_WEIGHTS, DECODE_SUMS):
         assert not nodes(graph, operator)
+
+
+def test_other_formats_can_be_chosen_for_each_step():
+    graph, _ = chains([(kind, [2, 3], torch.float32, "0", 0) for kind in ("gather", "avg", "avg")])
+    (gathered,), (one_step, two_steps) = gathers(graph), reductions(graph)
+    for collective in (gathered, one_step, two_steps):
+        collective.node.meta[WIRE_FORMAT] = "int8"
+    two_steps.node.meta[TWO_STEPS] = TwoSteps("0", 2, "0", 1, "int4")
+    choose_formats(graph, {"p0": ("bf16",)}, {"p1": ("fp8",), "p2": ("bf16-fp32sum", "int8")})
+    assert [each.wire_format for each in (gathered, one_step, two_steps)] == ["bf16", "fp8", "bf16-fp32sum"]
+    assert two_steps.two_steps == TwoSteps("0", 2, "0", 1, "int8")
+    assert one_step.two_steps is None
 
 
 def test_roles_in_communication_are_those_of_packed_buckets():

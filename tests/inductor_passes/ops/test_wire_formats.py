@@ -9,7 +9,17 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from inductor_passes.ops import wire_formats
-from inductor_passes.ops.wire_formats import BLOCK, FORMATS, GATHER_FORMATS, REDUCE_FORMATS, decode, decode_sum, encode
+from inductor_passes.ops.wire_formats import (
+    BLOCK,
+    FORMATS,
+    GATHER_FORMATS,
+    LEVELS,
+    REDUCE_FORMATS,
+    decode,
+    decode_sum,
+    encode,
+    milder,
+)
 
 QUANTIZED = [name for name, form in FORMATS.items() if form.largest is not None]
 STEP = {"fp8": 2**-4, "int8": 1 / 254, "int4": 1 / 14}
@@ -169,3 +179,17 @@ def test_formats_of_gathers_and_reductions_come_by_harm():
     errors = [relative(summed(values, name), values.sum(0)) for name in ("bf16-fp32sum", "int8", "int4")]
     assert errors == sorted(errors)
     assert set(REDUCE_FORMATS) - set(GATHER_FORMATS) == {"bf16-fp32sum", "int4", *(n for n in FORMATS if "-h" in n)}
+
+
+def test_a_milder_format_has_more_bits_and_rotates_as_before():
+    assert [milder("int4-hadamard", bits, REDUCE_FORMATS) for bits in LEVELS] == [
+        "bf16-fp32sum",
+        "int8-hadamard",
+        "int4-hadamard",
+    ]
+    assert [milder("int4", bits, REDUCE_FORMATS) for bits in LEVELS] == ["bf16-fp32sum", "int8", "int4"]
+    assert [milder("fp8", bits, GATHER_FORMATS) for bits in LEVELS] == ["bf16", "fp8", "fp8"]
+    for formats in (GATHER_FORMATS, REDUCE_FORMATS):
+        for name in formats:
+            assert formats[milder(name, LEVELS[0], formats)].bits == LEVELS[0]
+            assert milder(name, LEVELS[-1], formats) == name

@@ -3,38 +3,43 @@
 import math
 
 import hypothesis.strategies as st
+import pytest
+import torch
 from hypothesis import given, settings
 
+from inductor_passes.ops.wire_formats import REDUCE_FORMATS
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
-from inductor_passes.scheduling.narrow import Narrowed, all_narrowed, choose_narrowed, narrowed
+from inductor_passes.scheduling.narrow import NOTHING, Narrowed, all_narrowed, choose_narrowed, levels, narrowed
 from inductor_passes.scheduling.search import QUICK, TIME_TOLERANCE, search_schedule
 from tests.inductor_passes.scheduling.chains import cost_graphs
 
-NOTHING = Narrowed(frozenset(), frozenset())
 
+def with_formats(graph: CostGraph, gather: str = "int8", reduce: str = "int8") -> CostGraph:
+    """Return the graph with float32 weights and gradients in formats."""
 
-def encoded(kind: CollectiveKind, wire: float = 0.25) -> CollectiveKind:
-    """``kind`` in a format that sends a part of the bytes."""
-    return kind._replace(s_per_byte=kind.s_per_byte * wire, member_s=None, wire_format="int8", wire=wire, plain=kind)
+    def encoded(kind: CollectiveKind, wire_format: str) -> CollectiveKind:
+        return kind.in_format(wire_format, torch.float32, kind)
 
-
-def with_formats(graph: CostGraph) -> CostGraph:
     return graph._replace(
-        gathers=tuple(gather._replace(kind=encoded(gather.kind)) for gather in graph.gathers),
-        reductions=tuple(reduction._replace(kind=encoded(reduction.kind)) for reduction in graph.reductions),
+        gathers=tuple(each._replace(kind=encoded(each.kind, gather)) for each in graph.gathers),
+        reductions=tuple(each._replace(kind=encoded(each.kind, reduce)) for each in graph.reductions),
     )
 
 
-def pair(s_per_byte: float, weights: int = 8) -> tuple[CostGraph, CostGraph]:
-    """A step of compute a second for each weight of 10 bytes, forward and backward, where it has a gradient too."""
+def pair(s_per_byte: float, weights: int = 8, reduce: str = "int8", ends: int = 0) -> tuple[CostGraph, CostGraph]:
+    """A step of compute a second for each weight of 10 bytes, forward and backward, where it has a gradient too.
+
+    ``ends`` more steps before the first and behind the last have no weight.
+    """
     kind = CollectiveKind("shard", alpha_s=0.01, s_per_byte=s_per_byte)
-    seconds, nothing = (1.0,) * weights, (0,) * (weights + 1)
-    forward = tuple(Gather(f"w{i}", kind, 10, i, i) for i in range(weights))
-    backward = tuple(Gather(f"w{weights - 1 - i}", kind, 10, i, i) for i in range(weights))
-    reductions = tuple(Reduction(f"w{weights - 1 - i}", kind._replace(name="r"), 10, i + 1) for i in range(weights))
+    steps, at = weights + 2 * ends, [*enumerate(range(ends, ends + weights))]
+    seconds, nothing = (1.0,) * steps, (0,) * (steps + 1)
+    forward = tuple(Gather(f"w{i}", kind, 10, slot, slot) for i, slot in at)
+    backward = tuple(Gather(f"w{weights - 1 - i}", kind, 10, slot, slot) for i, slot in at)
+    reductions = tuple(Reduction(f"w{weights - 1 - i}", kind._replace(name="r"), 10, slot + 1) for i, slot in at)
     return (
-        with_formats(CostGraph(seconds, nothing[1:], nothing, forward, ())),
-        with_formats(CostGraph(seconds, nothing[1:], nothing, backward, reductions)),
+        with_formats(CostGraph(seconds, nothing[1:], nothing, forward, ()), reduce=reduce),
+        with_formats(CostGraph(seconds, nothing[1:], nothing, backward, reductions), reduce=reduce),
     )
 
 
@@ -49,8 +54,43 @@ def test_what_hides_travels_as_it_is() -> None:
 
 
 def test_all_travels_narrow_where_all_is_communication() -> None:
-    graphs = pair(s_per_byte=10.0)
+    graphs = pair(s_per_byte=10.0, reduce="int4-hadamard")
     assert choose_narrowed(graphs) == all_narrowed(graphs)
+    assert {*choose_narrowed(graphs).reductions.values()} == {("int4-hadamard",)}
+
+
+@pytest.mark.parametrize(("s_per_byte", "format_of"), [(0.08, "bf16-fp32sum"), (0.2, "int8-hadamard")])
+def test_a_milder_format_is_taken_where_it_is_as_fast(s_per_byte: float, format_of: str) -> None:
+    """In backward two transfers of 0.8 s and of 2 s hide under a second of compute with half and an eighth of it."""
+    graphs = pair(s_per_byte, reduce="int4-hadamard", ends=2)
+    chosen = choose_narrowed(graphs)
+    assert {*chosen.reductions.values()} == {(format_of,)}
+    assert seconds(graphs, chosen) <= (1 + TIME_TOLERANCE) * seconds(graphs, all_narrowed(graphs))
+
+
+def test_a_format_that_does_not_narrow_its_dtype_is_left_out() -> None:
+    kind = CollectiveKind("shard", 0.0, 1.0)
+    gather = Gather("w", kind.in_format("int8", torch.bfloat16, kind), 10, 0, 0, dtype="torch.bfloat16")
+    graph = CostGraph((1.0,), (0,), (0, 0), (gather,), ())
+    assert [level.gathers for level in levels([graph])] == [{}, {"w": ("int8",)}, {"w": ("int8",)}]
+
+
+@given(st.sampled_from(sorted(REDUCE_FORMATS)), st.sampled_from(sorted(REDUCE_FORMATS)), st.sampled_from([2, 4]))
+def test_a_kind_in_another_format_is_the_kind_that_was_made_for_it(one: str, other: str, itemsize: int) -> None:
+    dtype = torch.float32 if itemsize == 4 else torch.bfloat16
+    plain = CollectiveKind("all", 1.0, 0.5, 0.1, 0.25, 0.5, 0.125)
+    second = plain._replace(channel="between", alpha_s=2.0)
+
+    def kind(name: str) -> CollectiveKind:
+        return plain._replace(all_reduce_after=second.in_format(name, dtype, second)).in_format(name, dtype, plain)
+
+    found, expected = kind(one).with_formats(other, other), kind(other)
+    for step, exact in ((found, expected), (found.all_reduce_after, expected.all_reduce_after)):
+        assert step is not None
+        assert exact is not None
+        assert step.wire_formats == exact.wire_formats
+        assert [*step[:7], step.wire] == pytest.approx([*exact[:7], exact.wire])
+    assert kind(one).with_formats() == plain
 
 
 def test_a_part_is_enough_where_a_part_is_exposed() -> None:
@@ -76,7 +116,11 @@ def test_the_choice_is_about_as_fast_as_any_that_is_tried(forward: CostGraph, ba
 def test_only_what_is_chosen_keeps_its_format(graph: CostGraph, data: st.DataObject) -> None:
     both = with_formats(graph)
     allowed = all_narrowed([both])
-    drawn = Narrowed(*(frozenset(data.draw(st.sets(st.sampled_from(sorted(s))))) if s else s for s in allowed))
+    gathers, reductions = (
+        {fqn: found[fqn] for fqn in data.draw(st.sets(st.sampled_from(sorted(found))))} if found else {}
+        for found in allowed
+    )
+    drawn = Narrowed(gathers, reductions)
     found = narrowed(both, drawn)
     assert all_narrowed([found]) == drawn
     assert narrowed(both, NOTHING) == graph

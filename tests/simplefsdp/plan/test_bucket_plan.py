@@ -377,6 +377,13 @@ def test_wire_formats_are_part_of_a_plan(tmp_path):
             one.check_fits(fits, LLAMA[:1], LLAMA, of_model)
     with pytest.raises(ValueError, match=r"tok.weight: travels as \('fp8', None\) in the plan, as None in the model"):
         narrow.check_fits(fits, LLAMA[:1], LLAMA, (), may_drop=True)
+    mild = replace(narrow, wire=(WireFormats("tok.weight", "bf16"), formats[1]._replace(reduce="bf16-fp32sum")))
+    with pytest.raises(ValueError, match=r"norm\.weight: travels as"):
+        mild.check_fits(fits, LLAMA[:1], LLAMA, formats, may_drop=True)
+    milder = replace(mild, wire=(mild.wire[0], mild.wire[1]._replace(between_nodes="bf16-fp32sum", gather="bf16")))
+    milder.check_fits(fits, LLAMA[:1], LLAMA, formats, may_drop=True)
+    with pytest.raises(ValueError, match=r"tok\.weight: travels as"):
+        milder.check_fits(fits, LLAMA[:1], LLAMA, formats)
     one_step = replace(narrow, wire=(formats[0], formats[1]._replace(between_nodes=None)))
     with pytest.raises(ValueError, match=r"norm\.weight: travels as"):
         one_step.check_fits(fits, LLAMA[:1], LLAMA, formats, may_drop=True)
