@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from simplefsdp import clip_grad_norm_, simple_fsdp
+from simplefsdp import clip_grad_norm_, full_state_dict, simple_fsdp
 
 from . import data
 
@@ -71,7 +71,7 @@ def main() -> None:
             losses.append(loss.item())
             bar.set_postfix_str(f"loss {losses[-1]:.3f}")
             bar.update()
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state = full_state_dict(model)
     if whole is not None:
         whole.load_state_dict(state)
         whole.save_pretrained(args.out)

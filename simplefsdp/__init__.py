@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from simplefsdp.plan.bucket_plan import BucketPlan
     from simplefsdp.plan.grouping import manual_plan
     from simplefsdp.training.clip_grad import clip_grad_norm_
+    from simplefsdp.training.full_state_dict import full_state_dict
     from simplefsdp.training.hadamard import hadamard_transform
     from simplefsdp.training.optimizers.distribute import distribute_optimizer
     from simplefsdp.training.optimizers.galore import galore
@@ -39,6 +40,7 @@ __all__ = [
     "WireFormat",
     "clip_grad_norm_",
     "distribute_optimizer",
+    "full_state_dict",
     "galore",
     "hadamard_transform",
     "manual_plan",
@@ -58,6 +60,7 @@ _MODULES = {
     "WireFormat": "frontend.wire_format",
     "clip_grad_norm_": "training.clip_grad",
     "distribute_optimizer": "training.optimizers.distribute",
+    "full_state_dict": "training.full_state_dict",
     "galore": "training.optimizers.galore",
     "hadamard_transform": "training.hadamard",
     "manual_plan": "plan.grouping",

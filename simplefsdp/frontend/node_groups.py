@@ -26,10 +26,11 @@ class NodeGroups(NamedTuple):
 
 
 _SUBJECT = Subject(
-    differ="have other numbers of ranks on their node, and would make other process groups",
+    differ="do not make the same process groups for gradients in a wire format",
     awaited="simple_fsdp() with gradients in a wire format",
     late="over several nodes, for which it makes process groups",
-    remedy="Set simple_fsdp(..., ranks_per_node=...) to one number on all ranks; that of all ranks reduces in one step",
+    remedy="Give simple_fsdp() the same wire=... on all ranks, and one ranks_per_node=...; that of all ranks reduces "
+    "in one step",
     every_time=True,
 )
 

@@ -1,0 +1,73 @@
+"""``full_state_dict``: the whole weights of a sharded model on one rank, for tools that know nothing of shards."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from inductor_passes.runtime.agreement import Subject, compare
+
+_SUBJECT = Subject(
+    differ="do not gather the same whole weights",
+    awaited="full_state_dict()",
+    late="for which all ranks gather weights together",
+    remedy="Call full_state_dict(model) on all ranks; the first one gets the weights",
+    every_time=True,
+)
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of ``model`` with whole tensors on CPU, on the first of its ranks; an empty dict elsewhere.
+
+    The names are those of the original model, also where ``model`` is compiled, and tied parameters are one tensor, as
+    ``save_pretrained``, ``torch.save`` and ``load_state_dict`` of a model that is not sharded take them. Weights are
+    gathered one after the other: beside the shards a rank holds one whole weight at a time, and the first rank all of
+    them in the memory of its CPU. All ranks call it together; they meet at the store first, so that a rank that does
+    not come is named.
+
+    Args:
+        model: a model whose parameters ``simple_fsdp``, ``fully_shard`` or ``parallelize_module`` made; buffers and
+            parameters that are whole on every rank are those of the first rank.
+
+    Raises:
+        RuntimeError: a weight is on ``meta``; the ranks call it for different models, or one does not come.
+    """
+    state = getattr(model, "_orig_mod", model).state_dict(keep_vars=True)
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise RuntimeError(
+                f"full_state_dict: {name} is on meta: it has no values yet; see sharded_init and to_empty"
+            )
+    sharded = {name: value for name, value in state.items() if isinstance(value, DTensor)}
+    lines: dict[str, list[str]] = {}
+    ranks = {dist.get_rank() if dist.is_initialized() else 0}
+    for name, value in sharded.items():
+        ranks.update(value.device_mesh.mesh.flatten().tolist())
+        for group in value.device_mesh.get_all_groups():
+            lines.setdefault(group.group_name, []).append(f"{name}: {tuple(value.shape)} {value.dtype}")
+    compare(lines, subject=_SUBJECT)
+    is_first = not sharded or dist.get_rank() == min(ranks)
+    gathered: dict[int, Any] = {}
+    for value in state.values():
+        if id(value) not in gathered:
+            whole = _whole(value) if isinstance(value, DTensor) else value
+            gathered[id(value)] = _on_cpu(whole) if is_first else None
+            del whole
+    return {name: gathered[id(value)] for name, value in state.items()} if is_first else {}
+
+
+def _whole(value: DTensor) -> Tensor:
+    """Return the whole tensor, gathered on the device of the mesh, where offloaded shards are copied first."""
+    there: Any = value.detach()
+    if there.device.type != value.device_mesh.device_type:
+        there = there.to(value.device_mesh.device_type)
+    whole: Tensor = there.full_tensor()
+    return whole
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return a copy of a tensor in the memory of the CPU; anything else as it is."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
