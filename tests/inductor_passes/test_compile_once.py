@@ -20,6 +20,7 @@ from inductor_passes.compile_once import Bodies, compile_once
 from inductor_passes.order import order_graph
 from inductor_passes.runtime.record import is_step, record_graph
 from inductor_passes.scheduling.issue_points import Bucket
+from inductor_passes.torch_compat.version import VERSION
 from simplefsdp import manual_plan, simple_fsdp
 from simplefsdp.compile import passes as compilation
 from tests.graphs import ALL_GATHER, WAIT, capture
@@ -82,7 +83,13 @@ CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], list[int], list[int]
     "hybrid shards": ({}, hybrid, {}, [4], [4, 4]),
     "unsharded weights": ({}, lambda model: simple_fsdp(model, reshard_after_forward=False), {}, [4], [3]),
     "selective checkpointing": ({"activation_checkpointing": "selective"}, simple_fsdp, {}, [4], [4, 4]),
-    "checkpointed blocks": ({"activation_checkpointing": "block"}, simple_fsdp, {}, [4, 5], [4, 4, 5]),
+    # Before 2.15 a checkpoint's attention keeps the state of the random generator, and cuts a block in two.
+    "checkpointed blocks": (
+        {"activation_checkpointing": "block"},
+        simple_fsdp,
+        {},
+        *(([4], [4, 4]) if VERSION >= (2, 15) else ([4, 5], [4, 4, 5])),
+    ),
 }
 
 

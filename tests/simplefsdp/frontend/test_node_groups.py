@@ -24,7 +24,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 FORMATS: dict[str, Any] = {
     "none": WireFormat(reduce="int8-hadamard"),
     "block": WireFormat("int8", "int8", between_nodes="int4"),
-    "auto": {"*": WireFormat(reduce="bf16-fp32sum"), "*norm*": WireFormat()},
+    "auto": {"*": WireFormat(reduce="bf16-fp32sum"), "*norm*": WireFormat(reduce="int8", between_nodes="int4")},
 }
 """Formats by the plan that they are compiled under."""
 
