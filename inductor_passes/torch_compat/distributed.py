@@ -44,5 +44,16 @@ def issues_groups_one_by_one(name: str) -> bool:
     return "nccl" in torch.distributed.get_backend(_group(name)) and not issues_groups(name)
 
 
+def new_groups_are_split(group: torch.distributed.ProcessGroup) -> bool:
+    """Return whether ``new_group`` would split a communicator off that of the whole world, for which all ranks come.
+
+    So it is where the world's process group is bound to a device: by ``init_process_group(device_id=...)``, or by the
+    NCCL backend that torch 2.15 made the default. ``split_group`` then splits it off that of ``group``.
+    """
+    world: Any = torch.distributed.group.WORLD
+    device = world.bound_device_id
+    return device is not None and bool(group._get_backend(device).supports_splitting)
+
+
 def _group(name: str) -> Any:
     return torch.distributed.distributed_c10d._resolve_process_group(cast(Any, name))

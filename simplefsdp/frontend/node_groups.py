@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 
 from inductor_passes.runtime.agreement import Subject, compare
+from inductor_passes.torch_compat.distributed import new_groups_are_split
 from simplefsdp.frontend.gloo import run_in_order
 
 
@@ -86,12 +87,8 @@ def node_groups(group: dist.ProcessGroup, ranks_per_node: int) -> NodeGroups | N
 
 
 def _part(group: dist.ProcessGroup, parts: list[list[int]], own: int) -> dist.ProcessGroup:
-    """Return the process group of one of the disjoint parts of ``group``, given by ranks of ``group``.
-
-    Where NCCL has made the communicator already, a new group would be split off that of the whole world, for which all
-    of the world has to come: so it is split off the communicator of ``group``.
-    """
-    if group.bound_device_id is not None:
+    """Return the process group of one of the disjoint parts of ``group``, given by ranks of ``group``."""
+    if new_groups_are_split(group):
         made: Any = dist.split_group(parent_pg=group, split_ranks=parts)
     else:
         ranks = dist.get_process_group_ranks(group)

@@ -94,8 +94,15 @@ CASES: dict[str, Case] = {
 WIRE_CASES: dict[str, Case] = {
     "one-step": Case(settings={"wire": WireFormat("fp8", "int8-hadamard"), "ranks_per_node": 64}),
     "two-steps": Case(settings={"wire": WireFormat("int8", "int8", between_nodes="int4"), "ranks_per_node": 8}),
+    "two-steps-unbound": Case(
+        settings={"wire": WireFormat("int8", "int8", between_nodes="int4"), "ranks_per_node": 8},
+        backend=GROUPING_NCCL,
+    ),
 }
-"""Cases in which weights and gradients travel in a wire format."""
+"""Cases in which weights and gradients travel in a wire format.
+
+The backend of the last one is not bound to a device when the groups of nodes are made; see ``new_groups_are_split``.
+"""
 
 
 @dataclass(frozen=True)
