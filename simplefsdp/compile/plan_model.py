@@ -70,7 +70,7 @@ class PlanJob:
     wire: WireFormat | None = None
     """The wire format of all parameters."""
     narrows: bool = False
-    """Whether only what compute cannot hide travels in its format."""
+    """Whether only what compute cannot hide travels in its format, or in a milder one."""
 
     def factory(self, layers: int | None) -> Callable[[], nn.Module]:
         """Return what makes the model with so many blocks; see ``model_factory`` for errors."""
@@ -142,7 +142,7 @@ def plan_model(job: PlanJob, on_stage: Callable[[str], object] = lambda _: None)
                 mp_policy=policy,
                 reshard_after_forward=reshard,
                 wire=job.wire,
-                ranks_per_node=job.layout.ranks_per_node,
+                ranks_per_node=profile.network.whole_node(job.layout.ranks),
             )
 
         whole = build(job.layers)

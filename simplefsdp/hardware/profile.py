@@ -90,6 +90,13 @@ class Network:
     def ranks(self) -> int:
         return self.ranks_per_node * self.nodes
 
+    def whole_node(self, ranks: int) -> int:
+        """Return the ranks of each node if ``ranks`` ranks fill nodes; all of them if one node would be left in part.
+
+        It is what ``simple_fsdp(ranks_per_node=...)`` takes: nodes in part mean reductions in one step.
+        """
+        return ranks if ranks % self.ranks_per_node else self.ranks_per_node
+
     def seconds(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
         """Return how long a collective over ``ranks`` (of the whole world) takes; ``nbytes`` of the whole tensor.
 

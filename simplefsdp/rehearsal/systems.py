@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -62,7 +63,9 @@ def simplefsdp_system(
     def wrap(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
         mesh, mp_policy, reshards, profile = parallelism
         chosen = reshards if reshard is None else reshard
-        on_node = profile.network.ranks_per_node if profile and ranks_per_node is None else ranks_per_node
+        on_node = ranks_per_node
+        if profile is not None and on_node is None:
+            on_node = profile.network.whole_node(dist.get_world_size())
         simple_fsdp(model, mesh, mp_policy=mp_policy, reshard_after_forward=chosen, wire=wire, ranks_per_node=on_node)
         options: Any = {"plan": plan, "inductor": dict(inductor or {}), "memory_budget": budget}
         if narrows:

@@ -181,6 +181,13 @@ def test_over_several_nodes_gradients_in_a_format_are_planned_in_two_steps(
     assert explanation.costs.backward.reductions[0].kind.wire_formats == ("int8", "int4")
 
 
+def test_ranks_that_leave_a_node_in_part_are_planned_in_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan(monkeypatch, *SMALL, "--ranks", 12, "--layers", 2, "--wire-reduce", "int8", "--out", tmp_path)
+    assert {each.formats for each in BucketPlan.load(tmp_path / "plan.json").wire} == {(None, "int8")}
+
+
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
@@ -196,6 +203,7 @@ def test_over_several_nodes_gradients_in_a_format_are_planned_in_two_steps(
         ([*SMALL, "--keep-unsharded", "auto", "--plan", "greedy"], "--keep-unsharded: auto needs --plan auto"),
         ([*SMALL, "--wire-auto", "--plan", "block"], "--wire-auto: needs --plan auto"),
         ([*SMALL, "--wire-auto"], "--wire-auto: needs --wire-gather or --wire-reduce, the formats that are allowed"),
+        ([*SMALL, "--wire-between-nodes", "int4"], "--wire-between-nodes: needs --wire-reduce"),
         ([*SMALL, "--memory-budget", "much"], "expected bytes, as 60_000_000 or '60GiB', found 'much'"),
         ([*SMALL, "--memory-budget", "1MiB"], "this step needs at least"),
         ([*SMALL, "--sweep", "rank=8"], "--sweep: unknown argument 'rank'; did you mean 'ranks'"),
