@@ -98,15 +98,15 @@ def choose_formats(
     """Let only the gathers and reductions of these parameters have wire formats, and these: one for each step."""
     for found, chosen in ((gathers(graph), gathered), (reductions(graph), reduced)):
         for collective in found:
-            two_steps, formats = collective.two_steps, chosen.get(collective.fqns[0])
             if collective.wire_format is None:
                 continue
+            meta, formats = collective.node.meta, chosen.get(collective.fqns[0])
             if formats is None:
-                del collective.node.meta[WIRE_FORMAT]
+                del meta[WIRE_FORMAT]
                 continue
-            collective.node.meta[WIRE_FORMAT] = formats[0]
-            if two_steps is not None:
-                collective.node.meta[TWO_STEPS] = two_steps._replace(between_format=formats[1])
+            meta[WIRE_FORMAT] = formats[0]
+            if (two_steps := collective.two_steps) is not None:
+                meta[TWO_STEPS] = two_steps._replace(between_format=formats[1])
 
 
 def bucket(graph: Graph) -> None:

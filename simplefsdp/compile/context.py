@@ -61,7 +61,7 @@ class CompilationContext:
     wire: tuple[WireFormats, ...]
     """The wire formats of the models' parameters."""
     narrows: bool
-    """Whether a plan may drop wire formats."""
+    """Whether a plan may drop wire formats, or have milder ones."""
     equivalent_groups: EquivalentGroups
     """The process groups of the parameters' meshes."""
     key: str

@@ -69,8 +69,8 @@ class Options:
     with ``plan="none"``, and not where TorchInductor generates C++ around its kernels (``cpp_wrapper``)."""
     wire: str = "given"
     """``"given"``: what has a wire format (``simple_fsdp(wire=...)``) travels in it. ``"auto"``, with ``plan="auto"``
-    or a plan that was saved with it: only what compute cannot hide otherwise, the fewest bytes for the shortest
-    predicted step; the rest travels as it is."""
+    or a plan that was saved with it: only what compute cannot hide otherwise, in the mildest formats, and the fewest
+    bytes in them, with which the predicted step is about as short as it can be; the rest travels as it is."""
     inductor: Mapping[str, Any] = field(default_factory=dict)
     """Inductor configuration for this compilation only."""
 

@@ -46,7 +46,7 @@ class SearchRequest:
     device_bytes: int | None = None
     """Bytes of a GPU's memory: the limit where there is no budget."""
     narrows: bool = False
-    """Whether only what compute cannot hide travels in the wire format that it has."""
+    """Whether only what compute cannot hide travels in the wire format that it has, or in a milder one."""
 
 
 PlanRequest = GroupingRequest | SearchRequest | BucketPlan
@@ -91,7 +91,7 @@ def plan_step(
     """Return the plan of a step and its prediction; the backend and ``simplefsdp plan`` both call this.
 
     Args:
-        narrows: whether a given ``BucketPlan`` may drop wire formats of the model.
+        narrows: whether a given ``BucketPlan`` may drop wire formats of the model, or have milder ones.
 
     Raises:
         ValueError: a given ``BucketPlan`` does not fit the model or contradicts itself, or a memory budget cannot be

@@ -189,7 +189,7 @@ class BucketPlan:
             keep_unsharded: FQNs of the parameters that stay unsharded from forward to backward.
             used: FQNs of the parameters that the graph at hand uses.
             wire: wire formats of the parameters.
-            may_drop: whether a parameter may travel as it is although the model gives it a format.
+            may_drop: whether a parameter may travel as it is, or in a milder format, although the model gives it one.
         """
         planned = dict(self.parameters)
         problems = [f"{fqn}: not in the plan" for fqn in parameters if fqn not in planned]

@@ -41,15 +41,15 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             raise RuntimeError(
                 f"full_state_dict: {name} is on meta: it has no values yet; see sharded_init and to_empty"
             )
-    sharded = {name: value for name, value in state.items() if isinstance(value, DTensor)}
-    lines: dict[str, list[str]] = {}
-    ranks = {dist.get_rank() if dist.is_initialized() else 0}
-    for name, value in sharded.items():
-        ranks.update(value.device_mesh.mesh.flatten().tolist())
-        for group in value.device_mesh.get_all_groups():
-            lines.setdefault(group.group_name, []).append(f"{name}: {tuple(value.shape)} {value.dtype}")
+    me = dist.get_rank() if dist.is_initialized() else 0
+    first, lines = me, dict[str, list[str]]()
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            first = min(first, int(value.device_mesh.mesh.min()))
+            for group in value.device_mesh.get_all_groups():
+                lines.setdefault(group.group_name, []).append(f"{name}: {tuple(value.shape)} {value.dtype}")
     compare(lines, subject=_SUBJECT)
-    is_first = not sharded or dist.get_rank() == min(ranks)
+    is_first = me == first
     gathered: dict[int, Any] = {}
     for value in state.values():
         if id(value) not in gathered:

@@ -320,6 +320,12 @@ def test_only_what_cannot_be_hidden_travels_in_its_format(tmp_path: Path) -> Non
         assert ("encode_shards" in graph.read_text()) == encoded
     given = planned(tmp_path / "given", formats=formats)
     assert {each.formats for each in given.wire} == {("int8", "int8")}
+    wire = tuple(each._replace(gather="bf16", reduce="bf16-fp32sum") for each in given.wire)
+    assert planned(tmp_path / "mild", replace(given, wire=wire), formats=formats, wire="auto").wire == wire
+    for direction, encoded_as in (("forward", "bf16"), ("backward", "bf16-fp32sum")):
+        (graph,) = (tmp_path / "mild").glob(f"*/*_{direction}_after_bucket.txt")
+        assert encoded_as in graph.read_text()
+        assert not re.search(r"\bint8\b", graph.read_text())
     again = planned(tmp_path / "again", found["fast"], formats=formats, wire="auto")
     assert again == found["fast"]
     with pytest.raises(Exception, match=r"travels as None in the plan, as \('int8', 'int8'\) in the model"):
