@@ -1,10 +1,12 @@
-"""One rank of a GPU cluster on one GPU: a scenario under several systems, through ``simplefsdp rehearse``.
+"""One rank of a GPU cluster on one GPU: a scenario under several systems, each through ``simplefsdp rehearse``.
 
     benchmarks/gpu.sh 8b-64            # or python -m benchmarks.gpu 8b-64
 
-bf16 compute, fp32 reductions and master weights, one sequence of 8192 tokens, full activation checkpointing, the loss
-compiled alike in all compiled systems. Where a model is larger than the device, it runs with two numbers of layers, and
-the cost of a layer is their difference; it is labelled so. ``smoke`` is the same path with a tiny model, on any device.
+bf16 compute, fp32 reductions and master weights, fused AdamW, one sequence a step, the loss compiled alike in all
+compiled systems. Each system has a process of its own, and
+its row is written as soon as it is there. Where a model is larger than the device, it runs with two numbers of layers,
+and the cost of a layer is their difference; it is labelled so. ``smoke`` is the same path with a tiny model, on any
+device.
 """
 
 import argparse
@@ -12,14 +14,18 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-SYSTEMS = ("block", "inductor", "fsdp2", "fsdp2-compile")
+from simplefsdp.text.tables import markdown_table
+
+BASELINE = "fsdp2-compile"
+SYSTEMS = (BASELINE, "block", "auto", "fsdp2")
 
 
 class Scenario(NamedTuple):
@@ -28,21 +34,26 @@ class Scenario(NamedTuple):
     """Whole if there is one number."""
     ranks: int
     network: str
-    seq: int = 8192
+    seq: int
     tp: int = 1
+    checkpointing: str = "none"
+    device: str = "cuda"
 
 
 SCENARIOS = {
-    "8b-64": Scenario("llama3-8b", (32,), 64, "h100-8-nodes"),
-    "8b-8": Scenario("llama3-8b", (8, 16), 8, "h100-1-node"),
-    "8b-128": Scenario("llama3-8b", (8, 16), 128, "h100-16-nodes"),
-    "70b-64": Scenario("llama3-70b", (8, 16), 64, "h100-8-nodes"),
-    "70b-64-tp8": Scenario("llama3-70b", (8, 16), 64, "h100-8-nodes", tp=8),
-    "smoke": Scenario("llama3-debug", (1, 2), 8, "h100-1-node", seq=64),
+    "8b-64": Scenario("llama3-8b", (32,), 64, "h100-8-nodes", seq=8192),
+    "8b-64-2048": Scenario("llama3-8b", (32,), 64, "h100-8-nodes", seq=2048),
+    "8b-8": Scenario("llama3-8b", (32,), 8, "h100-1-node", seq=4096),
+    "8b-128": Scenario("llama3-8b", (32,), 128, "h100-16-nodes", seq=4096),
+    "70b-64": Scenario("llama3-70b", (4, 8), 64, "h100-8-nodes", seq=8192, checkpointing="block"),
+    "70b-64-tp8": Scenario("llama3-70b", (8, 16), 64, "h100-8-nodes", seq=8192, tp=8, checkpointing="block"),
+    "smoke": Scenario("llama3-debug", (1, 2), 8, "h100-1-node", seq=64, device="cpu"),
 }
 
 
-def rehearse(scenario: Scenario, layers: int, steps: int) -> dict[str, Any]:
+def rehearse(scenario: Scenario, layers: int, system: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the result of one system, with what its report predicted, or ``{"failed": ...}``."""
+    ours = system in ("auto", "block")
     arguments = {
         "model": scenario.model,
         "layers": layers,
@@ -50,80 +61,120 @@ def rehearse(scenario: Scenario, layers: int, steps: int) -> dict[str, Any]:
         "tp": scenario.tp,
         "network": scenario.network,
         "seq": scenario.seq,
-        "steps": steps,
+        "steps": args.steps,
         "dtype": "bf16",
-        "activation-checkpointing": "block",
-        "plan": SYSTEMS[0],
-        "against": ",".join(SYSTEMS[1:]),
+        "activation-checkpointing": scenario.checkpointing,
+        "device": scenario.device,
+        "multiprocessors": args.multiprocessors,
+        "plan": system,
     }
-    if scenario is not SCENARIOS["smoke"]:
-        arguments["device"] = "cuda"
+    for name in ("profile", "memory-budget", "turn", "trace"):
+        value = getattr(args, name.replace("-", "_"))
+        if value is not None:
+            arguments[name] = value
     options = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
+    options += ["--anyway"] * (args.turn is not None)  # memory of others is free when it is this one's turn
     command = [sys.executable, "-m", "simplefsdp", "rehearse", *options, "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"not measured: {' '.join(command[1:])}")
-    return json.loads(done.stdout)
+    with tempfile.TemporaryDirectory() as report:
+        environment = os.environ | ({"SIMPLEFSDP_REPORT_DIR": report} if ours else {})
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
+        if done.returncode:
+            return {"failed": f"exit code {done.returncode}, see the log"}
+        (result,) = json.loads(done.stdout)["results"]
+        predictions = [json.loads(path.read_text()) for path in sorted(Path(report).glob("*/prediction.json"))]
+    if predictions:
+        result["predicted_s"] = sum(prediction["step_s"] for prediction in predictions)
+        result["predicted_peak_bytes"] = max(prediction["peak_bytes"] for prediction in predictions)
+    return result
 
 
-def table(runs: dict[int, dict[str, Any]]) -> str:
-    """In Markdown: times in ms, memory in GiB."""
-    lines = [
-        "| layers | system | step | fsdp2-compile / its step | MFU | communication | exposed | L1 | L2 | peak "
-        "| parameters | optimizer | rest | first step, s |",
-        "|" + "---|" * 14,
-    ]
-    for layers, run in runs.items():
-        baseline = next((r["step_s"] for r in run["results"] if r["system"] == "fsdp2-compile"), float("nan"))
-        for result in run["results"]:
-            resident = result["resident_bytes"]
-            memory = [result["peak_bytes"], *resident.values(), result["peak_bytes"] - sum(resident.values())]
-            times = [result[f"{name}_s"] for name in ("communication", "exposed", "l1", "l2")]
-            cells = [
-                f"{layers}",
-                result["system"],
-                f"{1e3 * result['step_s']:.1f}",
-                f"{baseline / result['step_s']:.2f}",
-                "-" if result["mfu"] is None else f"{result['mfu']:.1%}",
-                *("-" if seconds is None else f"{1e3 * seconds:.1f}" for seconds in times),
-                *(f"{nbytes / 2**30:.2f}" for nbytes in memory),
-                f"{result['first_step_s']:.1f}",
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-        lines += [f"| {layers} | {name} | does not run: {error} |" for name, error in run["failed"].items()]
+def table(runs: Mapping[int, Sequence[dict[str, Any]]]) -> str:
+    """Return the results in Markdown, a row for each number of layers and system; times in ms, memory in GiB."""
+    times = "step", "to FSDP2 compiled", "predicted", "exposed", "communication", "L1", "MFU"
+    columns = "layers", "system", *times, "peak", "to FSDP2 compiled", "predicted", "resident", "first step, s"
+    rows, failed = [], []
+    for layers, results in runs.items():
+        baseline = next((r for r in results if r["system"] == BASELINE and "failed" not in r), None)
+        for result in results:
+            if "failed" in result:
+                failed.append(f"{layers} layers, {result['system']}: {result['failed']}")
+                continue
+            rows.append([str(layers), result["system"], *_cells(result, baseline)])
+    lines = [markdown_table(columns, rows), *failed]
     if len(runs) == 2:
-        (few, first), (many, second) = runs.items()
-        lines += ["", f"A layer, by the difference of {many} and {few} layers:", ""]
-        lines += ["| system | step, ms | exposed, ms | peak, GiB |", "|---|---|---|---|"]
-        others = {result["system"]: result for result in second["results"]}
-        pairs = [(one, others[one["system"]]) for one in first["results"] if one["system"] in others]
-        for one, other in pairs:
-            step, exposed, peak = (
-                (other[name] - one[name]) / (many - few) for name in ("step_s", "exposed_s", "peak_bytes")
-            )
-            lines.append(f"| {one['system']} | {1e3 * step:.2f} | {1e3 * exposed:.2f} | {peak / 2**30:.3f} |")
+        lines += ["", *_one_layer(*runs.items())]
     return "\n".join(lines)
+
+
+def _cells(result: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> list[str]:
+    def ms(name: str) -> str:
+        return "-" if result.get(name) is None else f"{1e3 * result[name]:.1f}"
+
+    def gib(nbytes: float | None) -> str:
+        return "-" if nbytes is None else f"{nbytes / 2**30:.2f}"
+
+    def ratio(name: str) -> str:
+        return "-" if baseline is None else f"{result[name] / baseline[name]:.3f}x"
+
+    spread = 500 * (max(result["steps_s"]) - min(result["steps_s"]))
+    return [
+        f"{ms('step_s')} ± {spread:.1f}",
+        ratio("step_s"),
+        *(ms(name) for name in ("predicted_s", "exposed_s", "communication_s", "l1_s")),
+        "-" if result["mfu"] is None else f"{result['mfu']:.1%}",
+        gib(result["peak_bytes"]),
+        ratio("peak_bytes"),
+        gib(result.get("predicted_peak_bytes")),
+        gib(sum(result["resident_bytes"].values())),
+        f"{result['first_step_s']:.1f}",
+    ]
+
+
+def _one_layer(few: tuple[int, Sequence[dict[str, Any]]], many: tuple[int, Sequence[dict[str, Any]]]) -> list[str]:
+    """Return a table of what one layer takes: the difference of two numbers of layers, by their difference."""
+    others = {result["system"]: result for result in many[1] if "failed" not in result}
+    pairs = [(one, others[one["system"]]) for one in few[1] if "failed" not in one and one["system"] in others]
+    rows = []
+    for one, other in pairs:
+        step, exposed, peak = (
+            (other[name] - one[name]) / (many[0] - few[0]) for name in ("step_s", "exposed_s", "peak_bytes")
+        )
+        rows.append([one["system"], f"{1e3 * step:.2f}", f"{1e3 * exposed:.2f}", f"{peak / 2**30:.3f}"])
+    title = f"A layer, by the difference of {many[0]} and {few[0]} layers:"
+    return [title, "", markdown_table(["system", "step, ms", "exposed, ms", "peak, GiB"], rows)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help=f"of simplefsdp rehearse (default: {SYSTEMS})")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--profile", help="of the device, as in simplefsdp rehearse (default: measured first)")
+    parser.add_argument("--memory-budget", help="of auto, as in simplefsdp rehearse")
+    parser.add_argument("--turn", help="a lock, to run several of these commands at once; as in simplefsdp rehearse")
+    parser.add_argument("--trace", help="a folder for the profiler's records; as in simplefsdp rehearse")
+    parser.add_argument("--multiprocessors", type=int, default=16, help="that a collective keeps busy")
     default = os.environ.get("OUT", str(Path(__file__).parent / "results"))
     parser.add_argument("--out", type=Path, default=Path(default))
     args = parser.parse_args()
     scenario = SCENARIOS[args.scenario]
-    began = time.perf_counter()
-    runs = {layers: rehearse(scenario, layers, args.steps) for layers in scenario.layers}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     heading = (
         f"{args.scenario}: {scenario.model} as rank 0 of {scenario.ranks} on {scenario.network}, 1 x {scenario.seq} "
-        f"tokens; {device}, torch {torch.__version__}, {time.perf_counter() - began:.0f} s in all"
+        f"tokens, checkpointing {scenario.checkpointing}, medians of {args.steps} steps, collectives on "
+        f"{args.multiprocessors} multiprocessors; {device}, torch {torch.__version__}"
     )
     args.out.mkdir(parents=True, exist_ok=True)
-    text = f"{heading}\n\n{table(runs)}\n"
-    (args.out / f"gpu-{args.scenario}.json").write_text(json.dumps({"heading": heading, "runs": runs}, indent=1) + "\n")
-    (args.out / f"gpu-{args.scenario}.md").write_text(text)
+    runs: dict[int, list[dict[str, Any]]] = {layers: [] for layers in scenario.layers}
+    text = heading
+    for layers, system in ((layers, system) for layers in scenario.layers for system in args.systems.split(",")):
+        began = time.perf_counter()
+        runs[layers].append({"system": system} | rehearse(scenario, layers, system, args))
+        print(f"{system}: {time.perf_counter() - began:.0f} s in all", file=sys.stderr)
+        text = f"{heading}\n\n{table(runs)}\n"
+        content = {"heading": heading, "runs": runs}
+        (args.out / f"gpu-{args.scenario}.json").write_text(json.dumps(content, indent=1) + "\n")
+        (args.out / f"gpu-{args.scenario}.md").write_text(text)
     print(text)
 
 

@@ -6,18 +6,21 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
+from filelock import FileLock
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
 from simplefsdp.calibration.calibrate import calibrated_profile
 from simplefsdp.compile.plan_step import SEARCHED_PLANS
+from simplefsdp.hardware.catalog import DEVICES, device_profile
 from simplefsdp.hardware.profile import NETWORKS, HardwareProfile, Network, flat, network
 from simplefsdp.rehearsal.group import world
-from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism
+from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism, simplefsdp_system
 from simplefsdp.rehearsal.timing import (
     TimingResult,
     TrainingRun,
@@ -28,8 +31,8 @@ from simplefsdp.rehearsal.timing import (
 from simplefsdp.rehearsal.workload import MODELS, RankLayout, Workload, model_factory, parallelized
 from simplefsdp.text.messages import unknown
 from simplefsdp.text.tables import markdown_table
+from simplefsdp.text.units import parse_bytes
 
-PLANS = ("auto", "greedy", "block", "none")
 AGAINST = ("auto", "greedy", "block", "fsdp2", "fsdp2-compile", "inductor", "ddp", "single")
 
 
@@ -41,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--network", help=f"{', '.join(NETWORKS)}, or a JSON file")
     add("--alpha", type=float, metavar="SECONDS", help="instead of --network: of every collective")
     add("--bandwidth", type=float, metavar="BYTES_PER_S", help="with --alpha: of every rank")
-    add("--plan", default="block", help=", ".join(PLANS))
+    add("--profile", help=f"for plans and predictions: {', '.join(DEVICES)}, or a JSON file (default: measured here)")
+    add("--plan", default="block", help="auto, greedy, block, none; or one of the other systems")
+    add("--memory-budget", metavar="BYTES", help='for auto and greedy, such as "60GiB" (default: what the device has)')
     add("--against", default="", metavar="A,B", help="the same under " + ", ".join(AGAINST))
     add("--seq", type=int, default=2048, help="tokens a sequence")
     add("--batch", type=int, default=1, help="sequences a step")
@@ -55,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, default=1, help="of compute on cpu: leave a core to the network")
     add("--multiprocessors", type=int, default=1, help="that a collective keeps busy on cuda (NCCL: 16)")
     add("--steps", type=int, default=10, help="timed, on the network and on one that costs nothing")
+    add("--turn", metavar="FILE", help="a lock that is held while training: rehearsals compile at once, train in turn")
+    add("--trace", metavar="FOLDER", help="for the profiler's record of one step of each system")
     add("--anyway", action="store_true", help="also if memory does not seem to suffice")
     add("--json", action="store_true", help="print JSON")
 
@@ -71,33 +78,52 @@ def run(args: argparse.Namespace) -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device: cuda, but torch sees no GPU here")
     chosen = _network(args)
-    names = [_system("--plan", args.plan, PLANS), *(_system("--against", n, AGAINST) for n in _names(args.against))]
+    names = [
+        _system("--plan", args.plan, ("none", *AGAINST)),
+        *(_system("--against", n, AGAINST) for n in _names(args.against)),
+    ]
     names = ["inductor" if name == "none" else name for name in names]
     layout = RankLayout(args.ranks, chosen.ranks_per_node, args.tp, args.hybrid)
     layout.check()
+    if args.memory_budget is not None and not SEARCHED_PLANS.intersection(names):
+        raise ValueError("--memory-budget: needs --plan auto or greedy")
+    budget = None if args.memory_budget is None else parse_bytes(args.memory_budget)
     build = model_factory(
         args.model, seq=args.seq, layers=args.layers, activation_checkpointing=args.activation_checkpointing
     )
     torch.set_num_threads(args.threads)
     torch._dynamo.config.recompile_limit = 64  # every system compiles the same forward
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    profile = None if SEARCHED_PLANS.isdisjoint(names) else calibrated_profile(torch.device(args.device), chosen)
+    if args.device == "cuda":
+        torch.cuda.set_device(0)
+    profile = _profile(args, chosen, measured=not SEARCHED_PLANS.isdisjoint(names))
     with world(args.ranks, chosen, rank=args.rank, multiprocessors=args.multiprocessors) as here:
         workload = _workload(args, build, layout, profile)
         for name in names if not args.anyway else ():
             _check_that_it_fits(name, workload)
+        turn = None if args.turn is None else FileLock(args.turn)
+        if turn is not None:
+            here.before_first = turn.acquire
         results, failed = [], {}
         bar = tqdm(total=len(names) * (2 + 2 * args.steps), unit="step", file=sys.stderr)
         for name in names:
             bar.set_description(f"{name}: first step, compiles")
             try:
-                results += _measure(TrainingRun(name, SYSTEMS[name], workload, here), chosen, args.steps, bar)
+                searched = name in SEARCHED_PLANS and budget is not None
+                system = simplefsdp_system(name, budget=budget) if searched else SYSTEMS[name]
+                training_run = TrainingRun(name, system, workload, here)
+                results += _measure(training_run, chosen, args.steps, bar)
+                if args.trace is not None:
+                    _trace(training_run, chosen, Path(args.trace) / f"{name}.json.gz")
+                del training_run
             except Exception as error:  # of one of several systems: say so, and go on
                 if len(names) == 1:
                     raise
                 failed[name] = f"{type(error).__name__}: {error}"
             _free_memory()
         bar.close()
+        if turn is not None:
+            turn.release()
     if args.json:
         arguments = {name: value for name, value in vars(args).items() if isinstance(value, str | int | float | None)}
         found = {"arguments": arguments, "results": [asdict(result) for result in results], "failed": failed}
@@ -118,6 +144,13 @@ def _measure(training_run: TrainingRun, chosen: Network, steps: int, bar: tqdm) 
         bar.update()
     bar.set_description(training_run.name)
     return measure([training_run], chosen, steps, bar.update)
+
+
+def _trace(training_run: TrainingRun, chosen: Network, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with torch.profiler.profile() as profile:
+        training_run.step(chosen)
+    profile.export_chrome_trace(str(path))
 
 
 def _free_memory() -> None:
@@ -162,6 +195,13 @@ def _network(args: argparse.Namespace) -> Network:
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name}: expected a positive number, found {getattr(args, name)}")
     return flat("as given", args.ranks, alpha_s=args.alpha, bandwidth_bytes_per_s=args.bandwidth)
+
+
+def _profile(args: argparse.Namespace, chosen: Network, measured: bool) -> HardwareProfile | None:
+    """Return the profile for plans: the given one, or where ``measured`` that of this device."""
+    if args.profile is not None:
+        return replace(device_profile(args.profile), network=chosen)
+    return calibrated_profile(torch.device(args.device), chosen) if measured else None
 
 
 def _names(text: str) -> list[str]:

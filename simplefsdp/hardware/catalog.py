@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from simplefsdp.hardware.profile import NETWORKS, Curve, HardwareProfile, network
+from simplefsdp.hardware.profile import NETWORKS, Curve, HardwareProfile, load_profile, network
 from simplefsdp.text.messages import unknown
 
 _LAUNCH = """\
@@ -129,6 +129,15 @@ def name_for(gpu: str, ranks: int) -> str | None:
 def smallest_network(ranks: int) -> str | None:
     """Return the name of the smallest built-in InfiniBand network of eight GPUs a node; ``None``: none is as large."""
     return next((net.name for net in NETWORKS.values() if net.name.startswith("h100-") and net.ranks >= ranks), None)
+
+
+def device_profile(text: str) -> HardwareProfile:
+    """Return the profile of a JSON file, or the built-in one of a device of ``DEVICES`` in a node of its own.
+
+    Raises:
+        ValueError: there is no such device, or no such profile in the file.
+    """
+    return load_profile(text) if text.endswith(".json") else built_in(f"{text}/{smallest_network(1)}")
 
 
 def built_in(name: str) -> HardwareProfile:

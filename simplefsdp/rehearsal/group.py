@@ -22,7 +22,7 @@ groups sharing a cable; on CUDA, the streaming multiprocessors that a real colle
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -80,6 +80,8 @@ class World:
     def __init__(self, network: Network | None, multiprocessors: int = 1):
         self.network = network
         self.multiprocessors = multiprocessors
+        self.before_first: Callable[[], object] | None = None
+        """Called before the next collective, once."""
         self._issued: list[_Issued] = []
         self._channels: list[Any] = []
         self._fqns: dict[int, tuple[weakref.ref[torch.nn.Parameter], str]] = {}
@@ -394,6 +396,9 @@ class RehearsalGroup(ProcessGroup):
             parts: how often each source fits into its output.
             members: number of collectives of the group.
         """
+        if self.world.before_first is not None:
+            before, self.world.before_first = self.world.before_first, None
+            before()
         outputs = outputs or [move.out for move in moves]
         for out, source, _ in moves:
             self._same(kind, out.numel(), parts * source.numel())

@@ -78,17 +78,22 @@ def simplefsdp_system(
 
 
 def _fsdp2(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
-    """Shard by FSDP2, with a group for each repeated block, one for what precedes them and one for what follows."""
+    """Shard by FSDP2, with a group for each repeated block, one for what precedes them and one for what follows.
+
+    As torchtitan does, what follows the blocks is not freed after forward, because backward begins with it.
+    """
     mesh, mp_policy, reshard, _ = parallelism
     settings: Any = {"mesh": mesh, "mp_policy": mp_policy, "reshard_after_forward": reshard}
     fqns = tuple(fqn for fqn, _ in model.named_parameters())
-    for bucket in block_buckets(fqns):
+    buckets = block_buckets(fqns)
+    for bucket in buckets:
         block = block_of(bucket[0])
         owners = dict.fromkeys(model.get_submodule(fqn.rpartition(".")[0]) for fqn in bucket)
         if block is not None:
             fully_shard(model.get_submodule(block), **settings)
         elif model not in owners:
-            fully_shard(list(owners), **settings)
+            kept = {"reshard_after_forward": False} if bucket is buckets[-1] else {}
+            fully_shard(list(owners), **settings | kept)
     return cast(nn.Module, fully_shard(model, **settings))
 
 

@@ -26,6 +26,7 @@ from simplefsdp.null_gpu.rank import null_rank
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 SEQ = 2048
+LLAMA = replace(llama.CONFIGS["8B"], layers=2)
 REDUCED_FROM_MATMUL = re.compile(r"reduce_scatter_tensor\.default\(mm_dtype\w*, .*# (\S+)$", re.MULTILINE)
 """A reduction, in the text of a graph, of what a matmul has put into memory in the dtype of the reduction."""
 
@@ -144,7 +145,7 @@ def run_step(name: str, folder: Path) -> Step:
     case = {**CASES, **WIRE_CASES}[name]
     ranks = math.prod([*case.mesh.values(), case.tensor_parallel])
     with null_rank(ranks, case.backend) as recorder:
-        model, shapes = _sharded(case)
+        model, shapes = sharded(case)
         options = {"plan": case.plan, "report_dir": str(folder)}
         if case.plan != "none":
             options["profile"] = "h100/h100-8-nodes"
@@ -174,15 +175,14 @@ def run_step(name: str, folder: Path) -> Step:
     return Step(name, case, *parts, tuple(plans), codes, shapes, cast, loaded, peak, peaks, trace)
 
 
-def _sharded(case: Case) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
+def sharded(case: Case, config: llama.LlamaConfig = LLAMA) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
     """Return the sharded model of a case, and the shapes of what is sharded."""
     names = (*case.mesh, "tp") if case.tensor_parallel > 1 else tuple(case.mesh)
     sizes = (*case.mesh.values(), case.tensor_parallel)[: len(names)]
     mesh = init_device_mesh("cuda", sizes, mesh_dim_names=names)
     with torch.device("meta"):
         if issubclass(case.model, llama.Llama):
-            config = replace(llama.CONFIGS["8B"], layers=2, activation_checkpointing=case.checkpointing)
-            model: nn.Module = case.model(config)
+            model: nn.Module = case.model(replace(config, activation_checkpointing=case.checkpointing))
         else:
             model = case.model()
     if case.tensor_parallel > 1:

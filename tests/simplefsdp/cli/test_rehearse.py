@@ -1,3 +1,4 @@
+import gc
 import json
 import sys
 from pathlib import Path
@@ -6,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from simplefsdp import rehearsal
 from simplefsdp.calibration import calibrate
 from simplefsdp.cli import main as cli
+from simplefsdp.cli import rehearse as command
 from simplefsdp.models import llama
 from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism
 from simplefsdp.rehearsal.timing import estimated_step_bytes, flops_per_token
@@ -61,6 +64,37 @@ def test_the_table_and_other_models(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert out.count("| inductor |") == 1
 
 
+def test_a_turn_is_held_from_the_first_collective_until_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lock = tmp_path / "turn"
+    held = []
+    measured = command.measure
+
+    def measure(*args: Any) -> Any:
+        gc.collect()
+        with pytest.raises(Timeout):
+            FileLock(lock).acquire(timeout=0)
+        held.append(True)
+        return measured(*args)
+
+    monkeypatch.setattr(command, "measure", measure)
+    rehearse(f"{TINY} {FAST} --ranks 2 --plan fsdp2 --turn {lock}", monkeypatch)
+    assert held
+    FileLock(lock).acquire(timeout=0)
+
+
+def test_a_profile_and_a_budget_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SIMPLEFSDP_REPORT_DIR", str(tmp_path))
+    rehearse(f"{TINY} {FAST} --ranks 2 --plan auto --profile h200 --memory-budget 1GiB --trace {tmp_path}", monkeypatch)
+    (path,) = tmp_path.glob("*/prediction.json")
+    prediction = json.loads(path.read_text())
+    assert prediction["profile"] == "h200/h100-1-node"
+    assert (tmp_path / "auto.json.gz").exists()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="'memory_budget'=1024: this step needs at least"):
+        rehearse(f"{TINY} {FAST} --ranks 2 --plan auto --profile h200 --memory-budget 1KiB", monkeypatch)
+
+
 def test_a_tensor_parallel_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = f"--seq 8 --steps 1 --ranks 8 --tp 2 {FAST} --plan none --layers 1 --json"
     rehearse(f"--model llama3-debug {arguments}", monkeypatch)
@@ -100,6 +134,9 @@ def test_a_tensor_parallel_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (f"{TINY} --ranks 9 --network cpu-bandwidth", "ranks: 9, but network 'cpu-bandwidth' has 8"),
         (f"{TINY} {FAST} --ranks 4 --plan blok", "--plan: unknown system 'blok'; did you mean 'block'"),
         (f"{TINY} {FAST} --ranks 4 --against fsdp2,fsdp3", "--against: unknown system 'fsdp3'; did you mean 'fsdp2'"),
+        (f"{TINY} {FAST} --ranks 4 --profile h300", "profile 'h300/h100-1-node': unknown device 'h300'; did you mean"),
+        (f"{TINY} {FAST} --ranks 4 --plan auto --memory-budget 1XB", "option 'memory_budget': expected bytes"),
+        (f"{TINY} {FAST} --ranks 4 --memory-budget 1GiB", "--memory-budget: needs --plan auto or greedy"),
         (f"{TINY} {FAST} --ranks 4 --layers 2", "--layers: .* has to see to that itself"),
         (f"{TINY} --ranks 6 --network cpu-hybrid --hybrid", "--hybrid: 6 ranks are not several nodes of 4"),
         (f"--model llama3-9b {FAST} --ranks 4", "--model: unknown model 'llama3-9b'; did you mean 'llama3-8b'"),

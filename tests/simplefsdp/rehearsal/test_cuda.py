@@ -60,6 +60,7 @@ def test_the_device_waits_and_the_host_does_not() -> None:
 
 def test_a_buffer_used_again_too_early_is_a_wrong_number() -> None:
     source, whole = torch.ones(8, device="cuda"), torch.zeros(32, device="cuda")
+    whole.sum()  # CUDA loads a kernel when it is first used, and waits until the device is idle
     with rehearsal.world(4, SLOW):
         work = dist.all_gather_into_tensor(whole, source, async_op=True)
         source.fill_(5)
@@ -69,7 +70,7 @@ def test_a_buffer_used_again_too_early_is_a_wrong_number() -> None:
         assert whole.sum().item() == 5 * 32
 
 
-@pytest.mark.parametrize("system", ["fsdp2", "eager", "inductor"])
+@pytest.mark.parametrize("system", ["fsdp2", "eager"])
 def test_slow_and_free_networks_give_the_same_bits(system: str) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     results = []
@@ -77,16 +78,12 @@ def test_slow_and_free_networks_give_the_same_bits(system: str) -> None:
         with rehearsal.world(4, network):
             model: Any = tiny_llama(dim=48, heads=6).cuda()
             model = fsdp2(model, policy) if system == "fsdp2" else simple_fsdp(model, mp_policy=policy)
-            forward = model
-            if system == "inductor":
-                forward = torch.compile(model, backend="simplefsdp", options={"plan": "block"})
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             tokens = torch.arange(34, device="cuda").remainder(30).view(2, 17)
             for _ in range(3):
-                loss = forward(tokens[:, :-1], tokens[:, 1:])
+                loss = model(tokens[:, :-1], tokens[:, 1:])
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
             results.append([loss.detach(), *(p.detach().to_local() for p in model.parameters())])
-        torch._dynamo.reset()
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
