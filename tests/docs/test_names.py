@@ -20,7 +20,7 @@ from tests.docs.pages import ROOT, pages, rows, section
 from tests.docs.test_blocks import command_parsers
 
 PAGES = pages()
-STATES = {"tested on CPU", "structure checked", "refused", "run by hand", "not run"}
+STATES = {"tested on CPU", "structure checked", "refused", "run on a GPU", "run by hand", "not run"}
 """Every state that the support matrix may give."""
 OPTION_TABLES = {
     "plan": "docs/cluster.md",
