@@ -55,7 +55,7 @@ $(VENV)/.installed-docs: $(INSTALLED)
 
 $(INSTALLED): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	sed 's/^torch==.*/torch==$(TORCH)/$(if $(filter-out $(PINNED),$(TORCH)),; /^triton==/d)' constraints.txt > $(VENV)/constraints.txt
 	$(VENV)/bin/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	touch $@
 

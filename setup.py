@@ -28,6 +28,7 @@ setup(
             "pytest-xdist",
             "hypothesis",
             "expecttest",
+            "triton",  # whose interpreter runs the kernels for GPUs
             "ruff",
             "mypy",
             "types-tqdm",

@@ -58,7 +58,7 @@ def main() -> None:
             encoded = torch.empty(args.ranks, form.nbytes(values.shape[1]), dtype=torch.uint8, device=device)
 
             def encodes(values=values, encoded=encoded, form=form) -> None:
-                encode(values, encoded, form)
+                encode(values, encoded, values.shape[1], form)
 
             def decodes(encoded=encoded, form=form) -> None:
                 decode(encoded, weights, form)

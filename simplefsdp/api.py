@@ -183,7 +183,7 @@ def simple_fsdp(
     reshard: dict[str, Reshard] = _per_parameter("reshard_after_forward", reshard_after_forward, list(new), True)
     wire_formats = _per_parameter("wire", wire or WireFormat(), list(new), WireFormat())
     for fqn, param in new.items():
-        check_wire_format(fqn, param, wire_formats[fqn], mode, mesh.device_type)
+        check_wire_format(fqn, param, wire_formats[fqn], mode)
     narrows = mode == "fully_shard" and any(form.reduce for form in wire_formats.values())
     on_node = node_size(ranks_per_node) if narrows or ranks_per_node is not None else 1
     nodes = node_groups(mesh.get_group(), on_node) if narrows else None

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from inductor_passes.ops.pack import LIBRARY
 from inductor_passes.ops.wire_formats import FORMATS, decode, decode_sum, encode, encode_sum
@@ -34,7 +33,7 @@ def encode_shards(shards: Sequence[Tensor], numels: Sequence[int], wire_format: 
     """Return the bytes that this rank sends: each shard, zero-padded to its number of elements, in a wire format."""
     buffer = _encoded_shards(shards, numels, wire_format)
     for part, shard, numel in zip(_parts(buffer, numels, wire_format, 1), shards, numels, strict=True):
-        encode(_padded(shard, numel).view(1, numel), part, FORMATS[wire_format])
+        encode(shard.contiguous(), part, numel, FORMATS[wire_format])
     return buffer
 
 
@@ -67,11 +66,9 @@ def encode_gradients(
     chunks = [_chunk(gradient, ranks) for gradient in gradients]
     parts = _parts(buffer, chunks, wire_format, ranks // nodes, nodes)
     for part, gradient, chunk in zip(parts, gradients, chunks, strict=True):
-        if gradient.dtype.itemsize > dtype.itemsize or divisor != 1:
-            gradient = gradient.to(dtype)
-        gradient = gradient if divisor == 1 else gradient / divisor
-        rows = _padded(gradient, ranks * chunk).view(nodes, ranks // nodes, chunk)
-        encode(rows, part.transpose(0, 1), FORMATS[wire_format])
+        rounds = gradient.dtype.itemsize > dtype.itemsize or divisor != 1
+        to = dtype if rounds else torch.float32
+        encode(gradient.contiguous(), part.transpose(0, 1), chunk, FORMATS[wire_format], to, divisor)
     return buffer
 
 
@@ -107,11 +104,6 @@ def decode_sums(
 def _parts(buffer: Tensor, numels: Sequence[int], wire_format: str, *rows: int) -> tuple[Tensor, ...]:
     """Return the encoded members of a buffer, each (*rows, bytes)."""
     return buffer.view(*rows, -1).split([FORMATS[wire_format].nbytes(numel) for numel in numels], dim=-1)
-
-
-def _padded(x: Tensor, numel: int) -> Tensor:
-    flat = x.reshape(-1)
-    return flat if flat.numel() == numel else functional.pad(flat, (0, numel - flat.numel()))
 
 
 def _chunk(gradient: Tensor, ranks: int) -> int:

@@ -11,16 +11,14 @@ all of it is decoded as Inf or NaN, and never as a number. A format that rotates
 Hadamard matrix of order 128 first, which spreads an outlier over its block; sums are taken of rotated values and
 rotated back once (SDP4Bit, arXiv 2410.15526).
 
-Values are rounded to the nearest. On a CPU large tensors go through ``wire_formats.cpp``, one pass over the bytes with
-the bits of the functions here; on a GPU through kernels that ``torch.compile`` makes of these functions.
+Values are rounded to the nearest. On a GPU each way is one kernel (``wire_formats_triton.py``). On a CPU large tensors
+go through ``wire_formats.cpp``, one pass over the bytes. Both have the bits of the functions here.
 """
 
 import ctypes
 import functools
 import itertools
-import re
-import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,17 +26,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from inductor_passes.ops.hadamard import hadamard_matrix
 from inductor_passes.torch_compat.inductor import load_cpp
 
 BLOCK = 128
 """Number of values with one scale."""
 _COMPILED_FROM = 1 << 13
 """Number of values from which C++ is used on a CPU: compiling it takes seconds, once."""
-_ROTATED_TOGETHER = 4096
-"""Number of blocks that are rotated at a time, so that rotated values stay in a cache."""
-_ADDED_TOGETHER = 8
-"""Number of ranks whose values one kernel adds up."""
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -97,82 +90,69 @@ def blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def encode(values: Tensor, out: Tensor, encoding: Encoding) -> None:
-    """Encode each row of ``values``, (..., rows, numel), into one of ``out``, (..., rows, ``encoding.nbytes(numel)``).
+def encode(
+    values: Tensor,
+    out: Tensor,
+    numel: int,
+    encoding: Encoding,
+    dtype: torch.dtype = torch.float32,
+    divisor: float = 1.0,
+) -> None:
+    """Encode rows of ``numel`` of the contiguous ``values``, each into one of ``out``, (..., bytes).
 
-    Both tensors are contiguous in their last dim, and ``values`` in all.
+    Args:
+        values: may be fewer than ``out`` has place for; what is missing behind the last is zero.
+        out: contiguous in its last dim, with one or two leading dims.
+        dtype: what values are rounded to before they are encoded, and divided in.
+        divisor: what values are divided by.
     """
-    rows, numel = values.shape[-2:]
+    if _in_triton(values):
+        _triton().encode(values, out, numel, form_of(encoding), dtype, divisor)
+        return
+    if dtype is not torch.float32 or divisor != 1:
+        values = _over(values.to(dtype), divisor)
+    values = _padded(values.view(-1), out.shape[:-1].numel() * numel).view(*out.shape[:-1], numel)
     if encoding.largest is None:
         out.view(torch.bfloat16)[..., :numel].copy_(values)
         return
     if _in_cpp(values):
         for place in _places(values.shape[:-2]):
             memory, into = _memory(values[place]), out[place]
-            _cpp().encode(*memory, rows, numel, into.data_ptr(), into.stride(0), _KIND[encoding], encoding.rotates)
+            _cpp().encode(*memory, len(into), numel, into.data_ptr(), into.stride(0), KIND[encoding], encoding.rotates)
         return
-    values = functional.pad(values, (0, -numel % BLOCK)) if numel % BLOCK else values
-    values = values.unflatten(-1, (-1, BLOCK))
     quantized, scales = _parts(out, encoding)
-    if not values.is_cuda or not encoding.rotates:
-        scales.copy_(_kernel(quantize, encoding, values)(values, quantized, encoding))
-        return
-    for row in _places(values.shape[:-2]):
-        for start in range(0, values.shape[-2], _ROTATED_TOGETHER):
-            here: Any = (*row, slice(start, start + _ROTATED_TOGETHER))
-            scales[here] = _kernel(quantize, encoding, values[here])(values[here], quantized[here], encoding)
+    scales.copy_(quantize(functional.pad(values, (0, -numel % BLOCK)).unflatten(-1, (-1, BLOCK)), quantized, encoding))
 
 
 def decode(rows: Tensor, out: Tensor, encoding: Encoding) -> None:
     """Decode each row of bytes into a row of ``out``, (rows, numel), contiguous, in the dtype of ``out``."""
     numel = out.shape[1]
-    if encoding.largest is None:
+    if _in_triton(out):
+        _triton().decode(rows, out, form_of(encoding))
+    elif encoding.largest is None:
         out.copy_(rows.view(torch.bfloat16)[:, :numel])
-        return
-    if _in_cpp(out):
-        _cpp().decode(rows.data_ptr(), rows.stride(0), len(rows), numel, *_memory(out), _KIND[encoding])
-        return
-    quantized, scales = _parts(rows, encoding)
-    whole = out if numel % BLOCK == 0 else out.new_empty(len(rows), blocks(numel) * BLOCK)
-    into = whole.unflatten(1, (-1, BLOCK))
-    _kernel(dequantize, encoding, into)(quantized, scales, into, encoding)
-    if whole is not out:
-        out.copy_(whole[:, :numel])
+    elif _in_cpp(out):
+        _cpp().decode(rows.data_ptr(), rows.stride(0), len(rows), numel, *_memory(out), KIND[encoding])
+    else:
+        out.copy_(_values(*_parts(rows, encoding), encoding).flatten(1)[:, :numel])
 
 
 def decode_sum(rows: Tensor, out: Tensor, encoding: Encoding, divisor: float) -> None:
-    """Write the sum over the ranks of decoded rows, (ranks, ..., bytes), over ``divisor`` into ``out``, (..., numel).
+    """Write the sum over the ranks of decoded rows, (ranks, bytes), over ``divisor`` into the contiguous ``out``.
 
-    Ranks are added in their order, in float32, whatever the dtype of ``out``.
+    Ranks are added in their order, in float32, and sums rounded to the dtype of ``out``, (numel,), once.
     """
-    numel = out.shape[-1]
-    if encoding.largest is None:
-        quantized, scales = rows.view(torch.bfloat16)[..., :numel].unsqueeze(-2), None
-        whole = *out.shape[:-1], 1, numel
+    numel = len(out)
+    if _in_triton(out):
+        _triton().decode_sum(rows, out, form_of(encoding), divisor)
+    elif encoding.largest is None:
+        out.copy_(_over(_added(rows.view(torch.bfloat16)[:, :numel].float()), divisor))
     elif _in_cpp(out):
-        kind, ranks = _KIND[encoding], len(rows)
-        for place in _places(out.shape[:-1]):
-            of_ranks: Any = (slice(None), *place)
-            sent, memory = rows[of_ranks], _memory(out[place])
-            _cpp().decode_sum(sent.data_ptr(), rows.stride(0), ranks, numel, *memory, kind, encoding.rotates, divisor)
-        return
+        kind, ranks = KIND[encoding], len(rows)
+        _cpp().decode_sum(rows.data_ptr(), rows.stride(0), ranks, numel, *_memory(out), kind, encoding.rotates, divisor)
     else:
-        quantized, scales = _parts(rows, encoding)
-        whole = *out.shape[:-1], blocks(numel), BLOCK
-    in_place = out.dtype is torch.float32 and (encoding.largest is None or numel % BLOCK == 0) and not encoding.rotates
-    total = out.view(whole) if in_place else out.new_empty(whole, dtype=torch.float32)
-    for first in range(0, len(rows), _ADDED_TOGETHER):
-        some = slice(first, first + _ADDED_TOGETHER)
-        by = divisor if first + _ADDED_TOGETHER >= len(rows) else 1.0
-        given = quantized[some], None if scales is None else scales[some]
-        _kernel(add_up, encoding, given[0], first == 0, by)(*given, total, encoding, first == 0, by)
-    if encoding.rotates:
-        each = total.view(-1, BLOCK)
-        for start in range(0, len(each), _ROTATED_TOGETHER):
-            end = start + _ROTATED_TOGETHER
-            each[start:end] = _rotated(each[start:end])
-    if not in_place:
-        out.copy_(total.flatten(-2)[..., :numel])
+        total = _over(_added(_values(*_parts(rows, encoding), encoding)), divisor)
+        out.copy_((_rotated(total) if encoding.rotates else total).view(-1)[:numel])
 
 
 def encode_sum(rows: Tensor, out: Tensor, numel: int, encoding: Encoding, into: Encoding) -> None:
@@ -185,19 +165,20 @@ def encode_sum(rows: Tensor, out: Tensor, numel: int, encoding: Encoding, into: 
         encoding: the format of ``rows``.
         into: the format of ``out``.
     """
+    if _in_triton(rows):
+        _triton().encode_sum(rows, out, numel, form_of(encoding), form_of(into))
+        return
     if encoding.rotates and into.rotates:
         encoding, into = encoding._replace(rotates=False), into._replace(rotates=False)
         numel = blocks(numel) * BLOCK  # also of what fills up the last block
-    sums = rows.new_empty(rows.shape[1], numel, dtype=torch.float32)
-    decode_sum(rows, sums, encoding, 1.0)
-    encode(sums, out, into)
+    sums = rows.new_empty(len(out), numel, dtype=torch.float32)
+    for i, each in enumerate(sums):
+        decode_sum(rows[:, i], each, encoding, 1.0)
+    encode(sums, out, numel, into)
 
 
 def quantize(values: Tensor, quantized: Tensor, encoding: Encoding) -> Tensor:
-    """Write blocks of ``values``, (..., blocks, 128), into ``quantized``, (..., blocks, bytes); return their scales.
-
-    Scales are returned and not written, as AOTAutograd takes no two views of one buffer of which one is written.
-    """
+    """Write blocks of ``values``, (..., blocks, 128), into ``quantized``, (..., blocks, bytes); return their scales."""
     x = values.float()
     if encoding.rotates:
         x = _rotated(x)
@@ -216,26 +197,21 @@ def quantize(values: Tensor, quantized: Tensor, encoding: Encoding) -> Tensor:
     return scale
 
 
-def dequantize(quantized: Tensor, scales: Tensor, out: Tensor, encoding: Encoding) -> None:
-    """Write decoded blocks, (..., blocks, 128), into ``out``; still rotated, if the format rotates."""
-    out.copy_(_values(quantized, scales, encoding))
+def _added(terms: Tensor) -> Tensor:
+    """Return the sum over the first dim, in its order."""
+    return functools.reduce(torch.add, terms.unbind(0))
 
 
-def add_up(
-    quantized: Tensor, scales: Tensor | None, total: Tensor, encoding: Encoding, first: bool, divisor: float
-) -> None:
-    """Add the decoded blocks of some ranks, (ranks, ..., 128), to ``total`` and divide; ``first``: total was 0."""
-    terms = [
-        _values(each, None if scales is None else scales[rank], encoding)
-        for rank, each in enumerate(quantized.unbind(0))
-    ]
-    x = functools.reduce(torch.add, terms if first else [total, *terms])
-    total.copy_(x if divisor == 1 else x / divisor)
+def _over(x: Tensor, divisor: float) -> Tensor:
+    return x if divisor == 1 else x / divisor
 
 
-def _values(quantized: Tensor, scales: Tensor | None, encoding: Encoding) -> Tensor:
-    if scales is None:
-        return quantized.float()
+def _padded(x: Tensor, numel: int) -> Tensor:
+    return x if x.numel() == numel else functional.pad(x, (0, numel - x.numel()))
+
+
+def _values(quantized: Tensor, scales: Tensor, encoding: Encoding) -> Tensor:
+    """Return decoded blocks, (..., blocks, 128); still rotated, if the format rotates."""
     if encoding.bits == 4:
         x = torch.cat([quantized & 15, quantized >> 4], -1).view(torch.int8).sub(8)
     else:
@@ -258,8 +234,6 @@ def _places(shape: torch.Size) -> Iterable[tuple[int, ...]]:
 
 def _rotated(x: Tensor) -> Tensor:
     """Return the product of each block, (..., 128), with the normalised Hadamard matrix, which is its own inverse."""
-    if x.is_cuda:
-        return x @ (hadamard_matrix(BLOCK, x.device) / BLOCK**0.5)
     half = 1
     while half < BLOCK:  # in the order of wire_formats.cpp
         a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
@@ -268,35 +242,38 @@ def _rotated(x: Tensor) -> Tensor:
     return x * BLOCK**-0.5
 
 
-def _kernel(function: Callable[..., Any], encoding: Encoding, values: Tensor, *numbers: float) -> Callable[..., Any]:
-    """Return ``function``, compiled for a GPU; ``numbers``: further arguments that its code depends on."""
-    return _compiled(function, encoding, values.dtype, *numbers) if values.is_cuda else function
-
-
-@functools.cache
-def _compiled(function: Any, *depends_on: Any) -> Callable[..., Any]:
-    """Return a compiled copy of ``function`` with code of its own, as torch limits recompilations of one code."""
-    name = "_".join([function.__name__, *(re.sub(r"\W+", "_", str(each)) for each in depends_on)])
-    own = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
-    return torch.compile(own, dynamic=True)
-
-
-_KIND = {
+KIND = {
     _QUANTIZED[name]._replace(rotates=rotates): kind
     for kind, name in enumerate(("int8", "int4", "fp8"))
     for rotates in (False, True)
 }
-"""Numbers of the formats in C++."""
+"""Numbers of the formats in C++ and Triton."""
+
+
+def form_of(encoding: Encoding) -> tuple[int, bool]:
+    """Return the kind of an encoding, and whether it rotates, as kernels of Triton know them."""
+    return KIND.get(encoding, len(_QUANTIZED)), encoding.rotates
 
 
 def _in_cpp(values: Tensor) -> bool:
     return values.device.type == "cpu" and values.numel() >= _COMPILED_FROM
 
 
+def _in_triton(x: Tensor) -> bool:
+    return x.is_cuda
+
+
 def _memory(x: Tensor) -> tuple[int, int]:
     """Return the address of a contiguous tensor and the number of its dtype in C++."""
     assert x.is_contiguous()
     return x.data_ptr(), DTYPES.index(x.dtype)
+
+
+def _triton() -> Any:
+    """Return the module of the kernels for GPUs."""
+    from inductor_passes.ops import wire_formats_triton  # Triton is not there without a GPU
+
+    return wire_formats_triton
 
 
 @functools.cache

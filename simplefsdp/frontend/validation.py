@@ -84,7 +84,7 @@ def check_wire(wire: object, mp_policy: MixedPrecisionPolicy) -> None:
         raise ValueError(f"wire: gradients are reduced in {dtype}, which has no wire format; {_ENCODABLE}")
 
 
-def check_wire_format(fqn: str, param: nn.Parameter, form: WireFormat, mode: str, device_type: str) -> None:
+def check_wire_format(fqn: str, param: nn.Parameter, form: WireFormat, mode: str) -> None:
     """Raise ``ValueError`` if the weight or the gradient of a parameter cannot travel in its format."""
     asked = " and ".join(repr(name) for name in (form.gather, form.reduce, form.between_nodes) if name)
     if not asked:
@@ -93,12 +93,8 @@ def check_wire_format(fqn: str, param: nn.Parameter, form: WireFormat, mode: str
         raise ValueError(f"wire: {fqn}: mode 'replicate' gathers and scatters nothing that {asked} could be for")
     if param.dtype not in DTYPES:
         raise ValueError(f"wire: {fqn}: a {param.dtype} parameter cannot travel as {asked}; {_ENCODABLE}")
-    found = torch.cuda.get_device_capability() if device_type == "cuda" and torch.cuda.is_available() else None
-    if "fp8" in asked and found is not None and found < _FP8_CAPABILITY:
-        raise ValueError(f"wire: {fqn}: {asked} needs a GPU of compute capability 8.9, this one has {found}")
 
 
-_FP8_CAPABILITY = 8, 9
 _ENCODABLE = "torch.float32, torch.bfloat16 and torch.float16 can; give the others WireFormat(), which changes nothing"
 
 

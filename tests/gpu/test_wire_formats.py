@@ -16,7 +16,7 @@ def received(values: Tensor, name: str) -> Tensor:
     """Each row after a gather, or the sum of the rows after a reduction, on the device of ``values``."""
     form = FORMATS[name]
     encoded = values.new_empty(len(values), form.nbytes(values.shape[1]), dtype=torch.uint8)
-    encode(values, encoded, form)
+    encode(values, encoded, values.shape[1], form)
     if name in GATHER_FORMATS and name != "bf16":
         decode(encoded, out := values.new_empty(values.shape, dtype=torch.float32), form)
     else:

@@ -2,11 +2,12 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from inductor_passes.ops.wire_formats import FORMATS
-from simplefsdp.null_gpu.log import DEFAULT_STREAM, Communication, Kernel, communications, host_waits
+from simplefsdp.null_gpu.log import DEFAULT_STREAM, Communication, Event, Kernel, communications, host_waits
 from simplefsdp.plan.bucket_plan import Bucket
 from tests.null_gpu.steps import WIRE_CASES, Step, run_step
 
@@ -55,36 +56,32 @@ def test_each_transfer_is_awaited_by_the_stream_of_compute(step: Step) -> None:
         assert all([wait.stream for wait in one.waits] == [DEFAULT_STREAM] for one in communications(events))
 
 
-SPILLED = {"two-steps": 8, "two-steps-unbound": 8}
-"""Bytes that a thread spills at most: the kernel that packs two sums into a byte of int4, at 64 registers."""
-
-
-def test_the_host_never_waits_and_kernels_spill_next_to_nothing(step: Step) -> None:
+def test_the_host_never_waits_and_no_kernel_spills(step: Step) -> None:
     assert not host_waits(step.forward)
     assert not host_waits(step.backward)
     spilling = {event.what.name: event.what.local_bytes for event in step.loaded if event.what.local_bytes}
-    assert all(nbytes <= SPILLED.get(step.name, 0) for nbytes in spilling.values()), spilling
+    assert not spilling
 
 
-def test_a_member_costs_one_kernel_of_tritons_each_way(step: Step) -> None:
-    """A gradient that is summed over more than eight ranks has one more for every eight; rotations are matmuls."""
+def kernels(events: Sequence[Event]) -> Counter[str]:
+    """Return how often each kernel of the formats runs."""
+    names = (event.what.name for event in events if isinstance(event.what, Kernel))
+    return Counter(name for name in names if name.endswith("code_kernel") or name.endswith("code_sum_kernel"))
+
+
+def test_a_member_costs_one_kernel_each_way(step: Step) -> None:
     members = len(step.shapes)
-    kernels = Counter(
-        event.what.name for event in step.forward if isinstance(event.what, Kernel) and "abs_amax" in event.what.name
-    )
-    assert sum(kernels.values()) == members
-    if step.case.settings["ranks_per_node"] == 8:
-        quantize = [
-            event.what for event in step.backward if isinstance(event.what, Kernel) and "abs_amax" in event.what.name
-        ]
-        again = sum(len(bucket.fqns) for plan in step.plans for bucket in plan.backward)
-        assert len(quantize) == again + 2 * members
+    assert kernels(step.forward) == {"encode_kernel": members, "decode_kernel": members}
+    (plan,) = step.plans
+    again = sum(len(bucket.fqns) for bucket in plan.backward)
+    two_steps = {"encode_sum_kernel": members} if step.case.settings["ranks_per_node"] == 8 else {}
+    assert kernels(step.backward) == {
+        "encode_kernel": again + members,
+        "decode_kernel": again,
+        "decode_sum_kernel": members,
+        **two_steps,
+    }
 
 
-MISPREDICTED = {"one-step": 0.87, "two-steps": 0.89, "two-steps-unbound": 0.89}
-"""How large the predicted peak is for each byte of the allocator's: encoding has temporaries of its own."""
-
-
-def test_the_predicted_peak_is_near_that_of_the_allocator(step: Step) -> None:
-    (predicted,) = step.predicted_bytes
-    assert predicted / MISPREDICTED[step.name] == pytest.approx(step.peak_bytes, rel=0.05)
+def test_the_predicted_peak_is_that_of_the_allocator(step: Step) -> None:
+    assert max(step.predicted_bytes) == pytest.approx(step.peak_bytes, rel=0.05)

@@ -30,7 +30,7 @@ def sent(values: Tensor, name: str, dtype: torch.dtype = torch.float32) -> Tenso
     """The rows of ``values`` after a journey."""
     form = FORMATS[name]
     encoded = torch.empty(len(values), form.nbytes(values.shape[1]), dtype=torch.uint8)
-    encode(values, encoded, form)
+    encode(values, encoded, values.shape[1], form)
     out = torch.empty(values.shape, dtype=dtype)
     if name in GATHER_FORMATS:
         decode(encoded, out, form)
@@ -44,7 +44,7 @@ def summed(values: Tensor, name: str, divisor: float = 1.0) -> Tensor:
     """The sum of the rows, over ``divisor``, as the rank that owns it gets it."""
     form = FORMATS[name]
     encoded = torch.empty(len(values), form.nbytes(values.shape[1]), dtype=torch.uint8)
-    encode(values, encoded, form)
+    encode(values, encoded, values.shape[1], form)
     out = torch.empty(values.shape[1])
     decode_sum(encoded, out, form, divisor)
     return out
@@ -105,7 +105,7 @@ def test_the_code_in_cpp_gives_the_bits_of_the_functions(name, rows, numel, expo
         with mock.patch.object(wire_formats, "_COMPILED_FROM", threshold):
             form = FORMATS[name]
             encoded = torch.zeros(rows, form.nbytes(numel), dtype=torch.uint8)
-            encode(values, encoded, form)
+            encode(values, encoded, values.shape[1], form)
             out = torch.empty(numel if name in REDUCE_FORMATS else (rows, numel), dtype=dtypes[1])
             if name in REDUCE_FORMATS:
                 decode_sum(encoded, out, form, 3.0)

@@ -1,0 +1,248 @@
+"""Wire formats on a GPU: one kernel for each member of a bucket and each way, with the bits of ``wire_formats.cpp``.
+
+A program takes some blocks of one row. Casts, padding, rotation, scales, rounding and packing happen in registers;
+encoded values are read and written as words of four bytes, as which the rows of a buffer are aligned.
+
+Kernels are built without fused multiply-adds, which would round sums of ranks otherwise than a CPU does.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = tl.constexpr(128)
+_INT8, _INT4, _FP8, _BF16 = (tl.constexpr(kind) for kind in range(4))
+BLOCKS = 16
+"""Number of blocks of a program."""
+
+
+@triton.jit
+def _rotated(x, blocks: tl.constexpr):
+    """Multiply blocks, (blocks, 128), by the normalised Hadamard matrix: sums and differences of neighbours, which then
+    lie 64 apart, seven times, so that each value is back in its place."""
+    for _ in tl.static_range(7):
+        a, b = tl.split(tl.reshape(x, (blocks, 64, 2)))
+        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (blocks, 128))
+    return x * 0.08838834764831845
+
+
+@triton.jit
+def _words(x, blocks: tl.constexpr, kind: tl.constexpr):
+    """Return the words of quantised blocks, and their scales."""
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    # As an integer a NaN is larger than an Inf, and that is larger than any number.
+    most = tl.max(magnitude, 1).to(tl.float32, bitcast=True)
+    largest: tl.constexpr = 448.0 if kind == _FP8 else 127.0 if kind == _INT8 else 7.0
+    scale = most * (1 / largest)
+    inverse = tl.where(scale < 1.17549435e-38, 0.0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
+    x = x * inverse[:, None]
+    x = tl.where(x < -largest, -largest, x)
+    x = tl.where(x > largest, largest, x)
+    place = tl.arange(0, 4)
+    if kind == _FP8:
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        # Float8 e4m3, to the nearest, ties to even: what is small is denormal, which adding 2^14 rounds.
+        small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
+        code = tl.where(magnitude < 0x3C800000, small, normal)
+        code = tl.where(magnitude > 0x7F800000, 0x7F, code) | ((bits >> 24) & 0x80)
+    else:
+        # Adding and taking away 1.5 x 2^23 rounds to the nearest integer, ties to even.
+        code = (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    if kind == _INT4:  # a byte has a value of the first half of its block, and one of the second
+        halves = tl.reshape((code + 8) & 15, (blocks, 2, 16, 4)) << (8 * place)[None, None, None, :]
+        words = tl.sum(tl.sum(halves, 3) << (4 * tl.arange(0, 2))[None, :, None], 1)
+    else:
+        words = tl.sum(tl.reshape(code & 0xFF, (blocks, 32, 4)) << (8 * place)[None, None, :], 2)
+    return words, scale
+
+
+@triton.jit
+def _values(words, blocks: tl.constexpr, kind: tl.constexpr):
+    """Return the values of words, (blocks, 128), before they are scaled."""
+    place = 8 * tl.arange(0, 4)
+    if kind == _INT4:
+        halves = words[:, None, :, None] >> (place[None, :] + 4 * tl.arange(0, 2)[:, None])[None, :, None, :]
+        x = (tl.reshape(halves & 15, (blocks, 128)) - 8).to(tl.float32)
+    else:
+        code = tl.reshape(words[:, :, None] >> place[None, None, :], (blocks, 128)) & 0xFF
+        if kind == _INT8:
+            x = ((code ^ 0x80) - 0x80).to(tl.float32)
+        else:  # exponents are 120 less than those of a float, also for what is denormal
+            number = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+            number = tl.where((code & 0x7F) == 0x7F, 0x7FC00000, number.to(tl.int32, bitcast=True))
+            x = (number | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def _places(first, blocks: tl.constexpr):
+    """Return the places of the values of some blocks in their row."""
+    return (first + tl.arange(0, blocks))[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+
+
+@triton.jit
+def _read(row, first, numel, blocks: tl.constexpr, kind: tl.constexpr):
+    """Return some blocks of an encoded row of ``numel`` values, from block ``first`` on."""
+    if kind == _BF16:
+        place = _places(first, blocks)
+        x = tl.load(row.to(tl.pointer_type(tl.bfloat16)) + place, place < numel, 0.0).to(tl.float32)
+    else:
+        size: tl.constexpr = 16 if kind == _INT4 else 32
+        block, count = first + tl.arange(0, blocks), tl.cdiv(numel, _BLOCK)
+        there = block < count
+        words = tl.load(row + block[:, None] * size + tl.arange(0, size)[None, :], there[:, None], 0)
+        scale = tl.load(row + count * size + block, there, 0).to(tl.float32, bitcast=True)
+        x = _values(words, blocks, kind) * scale[:, None]
+    return x
+
+
+@triton.jit
+def _write(x, row, first, numel, blocks: tl.constexpr, kind: tl.constexpr):
+    """Encode some blocks of a row of ``numel`` values."""
+    if kind == _BF16:
+        place = _places(first, blocks)
+        tl.store(row.to(tl.pointer_type(tl.bfloat16)) + place, x.to(tl.bfloat16), place < numel)
+    else:
+        size: tl.constexpr = 16 if kind == _INT4 else 32
+        words, scale = _words(x, blocks, kind)
+        block, count = first + tl.arange(0, blocks), tl.cdiv(numel, _BLOCK)
+        there = block < count
+        tl.store(row + block[:, None] * size + tl.arange(0, size)[None, :], words, there[:, None])
+        tl.store(row + count * size + block, scale.to(tl.int32, bitcast=True), there)
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    return x if dtype == tl.float32 else x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _divided(x, divisor):
+    return tl.div_rn(x, tl.full(x.shape, divisor, tl.float32))
+
+
+@triton.jit
+def _sum(sent, first, numel, ranks, stride, blocks: tl.constexpr, kind: tl.constexpr):
+    """Return the sums over the ranks of some blocks of rows that are ``stride`` words apart, in the ranks' order."""
+    total = _read(sent, first, numel, blocks, kind)
+    for rank in range(1, ranks):
+        total += _read(sent + tl.cast(rank, tl.int64) * stride, first, numel, blocks, kind)
+    return total
+
+
+@triton.jit(do_not_specialize=["per", "outer", "inner", "divisor"])
+def encode_kernel(
+    values, out, total, numel, per, outer, inner, divisor,
+    divides: tl.constexpr, dtype: tl.constexpr, kind: tl.constexpr, rotates: tl.constexpr, blocks: tl.constexpr,
+):  # fmt: skip
+    """Encode row ``tl.program_id(1)`` of ``values``, which are zero behind the first ``total``.
+
+    Row ``i`` goes to word ``i // per * outer + i % per * inner`` of ``out``.
+    """
+    row, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * blocks
+    place = _places(first, blocks)
+    x = tl.load(values + row * numel + place, (place < numel) & (row * numel + place < total), 0.0).to(tl.float32)
+    x = _rounded(x, dtype)
+    if divides:
+        x = _rounded(_divided(x, divisor), dtype)
+    if rotates:
+        x = _rotated(x, blocks)
+    _write(x, out + row // per * outer + row % per * inner, first, numel, blocks, kind)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def decode_kernel(rows, out, numel, stride, kind: tl.constexpr, blocks: tl.constexpr):
+    """Decode row ``tl.program_id(1)`` of rows that are ``stride`` words apart."""
+    row, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * blocks
+    x = _read(rows + row * stride, first, numel, blocks, kind)
+    place = _places(first, blocks)
+    tl.store(out + row * numel + place, x.to(out.dtype.element_ty), place < numel)
+
+
+@triton.jit(do_not_specialize=["ranks", "stride", "divisor"])
+def decode_sum_kernel(
+    sent, out, numel, ranks, stride, divisor,
+    divides: tl.constexpr, kind: tl.constexpr, rotates: tl.constexpr, blocks: tl.constexpr,
+):  # fmt: skip
+    """Add up what ranks sent, ``stride`` words apart; divide the sums, rotate them back and round them once."""
+    first = tl.program_id(0) * blocks
+    x = _sum(sent, first, numel, ranks, stride, blocks, kind)
+    if divides:
+        x = _divided(x, divisor)
+    if rotates:
+        x = _rotated(x, blocks)
+    place = _places(first, blocks)
+    tl.store(out + place, x.to(out.dtype.element_ty), place < numel)
+
+
+@triton.jit(do_not_specialize=["ranks", "stride", "apart", "apart_out"])
+def encode_sum_kernel(
+    sent, out, numel, ranks, stride, apart, apart_out,
+    kind: tl.constexpr, rotates: tl.constexpr, into: tl.constexpr, into_rotates: tl.constexpr, blocks: tl.constexpr,
+):  # fmt: skip
+    """Encode sums over the ranks again, of row ``tl.program_id(1)`` of those that are ``apart`` words apart in what one
+    rank sent, and ``apart_out`` words in the result. They stay rotated where both formats rotate."""
+    row, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * blocks
+    x = _sum(sent + row * apart, first, numel, ranks, stride, blocks, kind)
+    if rotates and not into_rotates:
+        x = tl.where(_places(first, blocks) < numel, _rotated(x, blocks), 0.0)
+    if into_rotates and not rotates:
+        x = _rotated(x, blocks)
+    _write(x, out + row * apart_out, first, numel, blocks, into)
+
+
+Form = tuple[int, bool]
+"""A kind of encoding, and whether it rotates: ``wire_formats.form_of``."""
+
+
+def encode(values: Tensor, out: Tensor, numel: int, form: Form, dtype: torch.dtype, divisor: float) -> None:
+    """Do ``wire_formats.encode`` for a contiguous tensor."""
+    words = _as_words(out)
+    per = words.shape[-2]
+    outer = words.stride(0) if words.ndim == 3 else 0
+    _launch(
+        encode_kernel, numel, out.shape[:-1].numel(), values, words, values.numel(), numel, per, outer,
+        words.stride(-2), divisor, divisor != 1, _DTYPES[dtype], *form,
+    )  # fmt: skip
+
+
+def decode(rows: Tensor, out: Tensor, form: Form) -> None:
+    """Do ``wire_formats.decode``."""
+    words = _as_words(rows)
+    _launch(decode_kernel, out.shape[1], len(out), words, out, out.shape[1], words.stride(0), form[0])
+
+
+def decode_sum(rows: Tensor, out: Tensor, form: Form, divisor: float) -> None:
+    """Do ``wire_formats.decode_sum`` for rows of one place, (ranks, bytes), and ``out``, (numel,)."""
+    words = _as_words(rows)
+    _launch(
+        decode_sum_kernel, out.numel(), 1, words, out, out.numel(), len(words), words.stride(0), divisor, divisor != 1,
+        *form,
+    )  # fmt: skip
+
+
+def encode_sum(rows: Tensor, out: Tensor, numel: int, form: Form, into: Form) -> None:
+    """Do ``wire_formats.encode_sum``."""
+    words, words_out = _as_words(rows), _as_words(out)
+    _launch(
+        encode_sum_kernel, numel, len(out), words, words_out, numel, len(words), words.stride(0), words.stride(1),
+        words_out.stride(0), *form, *into,
+    )  # fmt: skip
+
+
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _as_words(x: Tensor) -> Tensor:
+    return x.view(torch.int32)
+
+
+def _launch(kernel: Any, numel: int, rows: int, *args: Any) -> None:
+    """Run ``kernel`` over all blocks of ``rows`` rows of ``numel`` values."""
+    if numel and rows:
+        kernel[triton.cdiv(numel, 128 * BLOCKS), rows](*args, BLOCKS, num_warps=4, enable_fp_fusion=False)

@@ -1,0 +1,140 @@
+"""Kernels of the wire formats for GPUs, run by Triton's interpreter, against the functions on a CPU, bit by bit.
+
+``test_wire_formats_triton.py`` runs this module in a process of its own, whose Triton is the interpreter.
+"""
+
+from collections.abc import Iterator
+from unittest import mock
+
+import hypothesis.strategies as st
+import numpy as np
+import torch
+import triton.language as tl
+from hypothesis import given, settings
+from triton.runtime import interpreter
+
+from inductor_passes.ops import wire_formats
+from inductor_passes.ops.wire_formats import (
+    BLOCK,
+    DTYPES,
+    FORMATS,
+    GATHER_FORMATS,
+    REDUCE_FORMATS,
+    decode,
+    decode_sum,
+    encode,
+    encode_sum,
+)
+
+_converted = interpreter._convert_float
+
+
+def _convert_float(x, dtype, into, rounding):
+    """Convert bfloat16 as a GPU does; Triton's interpreter cuts it off, and loses what is denormal."""
+    if (dtype, into) == (tl.float32, tl.bfloat16):
+        bits = np.frombuffer(x.tobytes(), dtype=np.uint32).reshape(x.shape)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    if (dtype, into) == (tl.bfloat16, tl.float32):
+        bits = np.frombuffer(x.tobytes(), dtype=np.uint16).reshape(x.shape)
+        return bits.astype(np.uint32) << 16
+    return _converted(x, dtype, into, rounding)
+
+
+interpreter._convert_float = _convert_float
+
+NUMEL = st.one_of(st.integers(1, 300), st.integers(2040, 2060))  # a program takes 16 blocks, of 2048 values
+EXPONENT = st.sampled_from([-140, -126, -30, 0, 30, 100])
+DTYPE = st.sampled_from(DTYPES)
+
+
+def both() -> Iterator[None]:
+    """Go through a loop twice: on a CPU, and by Triton."""
+    yield
+    with mock.patch.object(wire_formats, "_in_triton", return_value=True):
+        yield
+
+
+def random(*shape: int, seed: int, exponent: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    name=st.sampled_from(list(FORMATS)),
+    leading=st.sampled_from([(1,), (3,), (2, 3)]),
+    numel=NUMEL,
+    missing=st.integers(0, 200),
+    exponent=EXPONENT,
+    dtypes=st.tuples(DTYPE, DTYPE),
+    divisor=st.sampled_from([1.0, 3.0, 64.0]),
+    seed=st.integers(0, 99),
+)
+def test_encoded_bits_are_those_of_a_cpu(name, leading, numel, missing, exponent, dtypes, divisor, seed):
+    form, rows = FORMATS[name], torch.Size(leading).numel()
+    values = random(max(1, rows * numel - missing), seed=seed, exponent=exponent).to(dtypes[0])
+    if not (values.to(dtypes[1]) / divisor).isfinite().all():
+        values = torch.zeros_like(values)
+    found = []
+    for _ in both():
+        buffer = torch.zeros(*leading[::-1], form.nbytes(numel) + 12, dtype=torch.uint8)  # others lie beside it
+        encode(values, buffer[..., 4:-8].movedim(0, -2), numel, form, dtypes[1], divisor)
+        found.append(buffer)
+    assert torch.equal(*found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(list(GATHER_FORMATS)),
+    rows=st.integers(1, 3),
+    numel=NUMEL,
+    exponent=EXPONENT,
+    dtype=DTYPE,
+    seed=st.integers(0, 99),
+)
+def test_decoded_bits_are_those_of_a_cpu(name, rows, numel, exponent, dtype, seed):
+    form = FORMATS[name]
+    encoded = torch.zeros(rows, form.nbytes(numel), dtype=torch.uint8)
+    encode(random(rows, numel, seed=seed, exponent=exponent), encoded, numel, form)
+    found = []
+    for _ in both():
+        decode(encoded, out := torch.empty(rows, numel, dtype=dtype), form)
+        found.append(out)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(list(REDUCE_FORMATS)),
+    into=st.sampled_from(list(REDUCE_FORMATS)),
+    ranks=st.integers(1, 5),
+    numel=NUMEL,
+    dtype=DTYPE,
+    divisor=st.sampled_from([1.0, 3.0]),
+    seed=st.integers(0, 99),
+)
+def test_bits_of_sums_are_those_of_a_cpu(name, into, ranks, numel, dtype, divisor, seed):
+    form = FORMATS[name]
+    sent = torch.zeros(ranks, 2, form.nbytes(numel), dtype=torch.uint8)
+    encode(random(ranks, 2, numel, seed=seed), sent, numel, form)
+    sums, again = [], []
+    for _ in both():
+        decode_sum(sent[:, 1], out := torch.empty(numel, dtype=dtype), form, divisor)
+        sums.append(out)
+        bytes_ = torch.zeros(2, FORMATS[into].nbytes(numel), dtype=torch.uint8)
+        encode_sum(sent, bytes_, numel, form, FORMATS[into])
+        again.append(bytes_)
+    assert torch.equal(*sums)
+    assert torch.equal(*again)
+
+
+def test_what_is_no_number_does_not_arrive_as_one():
+    for name, form in FORMATS.items():
+        for bad in (float("inf"), float("-inf"), float("nan")):
+            values = random(3 * BLOCK, seed=0)
+            values[BLOCK + 5] = bad
+            sent, out = torch.zeros(1, form.nbytes(3 * BLOCK), dtype=torch.uint8), torch.empty(3 * BLOCK)
+            with mock.patch.object(wire_formats, "_in_triton", return_value=True):
+                encode(values, sent, 3 * BLOCK, form)
+                decode_sum(sent, out, form, 1.0)
+            assert not out[BLOCK + 5].isfinite(), name
+            assert out.view(3, BLOCK)[::2].isfinite().all(), name

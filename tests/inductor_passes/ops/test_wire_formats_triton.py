@@ -1,0 +1,97 @@
+"""Kernels of the wire formats for GPUs, on a machine without one: their bits, and what is built for each GPU."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="needs Triton")
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+def test_triton_interprets_them_with_the_bits_of_a_cpu() -> None:
+    module = Path(__file__).with_name("interpreted_kernels.py")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", str(module)]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"\b4 passed", done.stdout), done.stdout
+
+
+def built(kernel: Any, capability: int, types: dict[str, str], **constants: Any) -> Any:
+    """Build a kernel as for large contiguous tensors, whose addresses and sizes are multiples of 16."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    place = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
+    aligned = [name for name in types if types[name].startswith("*") or name in ("numel", "total")]
+    source = ASTSource(
+        kernel,
+        types | dict.fromkeys(constants, "constexpr"),
+        constexprs={place[name]: value for name, value in constants.items()},
+        attrs={place[name]: [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("name", ["bf16", "fp8", "int8-hadamard", "int4", "int4-hadamard"])
+def test_they_are_built_for_every_gpu_without_spilling_and_with_wide_loads(
+    name: str, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton.language as tl
+
+    from inductor_passes.ops import wire_formats_triton as kernels
+    from inductor_passes.ops.wire_formats import FORMATS, form_of
+
+    kind, rotates = form_of(FORMATS[name])
+    numbers = dict.fromkeys(["numel", "ranks", "stride"], "i32")
+    found = {
+        "encode": built(
+            kernels.encode_kernel,
+            capability,
+            {"values": "*fp32", "out": "*i32", **dict.fromkeys(["total", "numel", "per", "outer", "inner"], "i32")}
+            | {"divisor": "fp32"},
+            divides=True,
+            dtype=tl.bfloat16,
+            kind=kind,
+            rotates=rotates,
+            blocks=kernels.BLOCKS,
+        ),
+        "decode_sum": built(
+            kernels.decode_sum_kernel,
+            capability,
+            {"sent": "*i32", "out": "*fp32", **numbers, "divisor": "fp32"},
+            divides=True,
+            kind=kind,
+            rotates=rotates,
+            blocks=kernels.BLOCKS,
+        ),
+        "encode_sum": built(
+            kernels.encode_sum_kernel,
+            capability,
+            {"sent": "*i32", "out": "*i32", **numbers, "apart": "i32", "apart_out": "i32"},
+            kind=kind,
+            rotates=rotates,
+            into=form_of(FORMATS["int8"])[0],
+            into_rotates=not rotates,
+            blocks=kernels.BLOCKS,
+        ),
+    }
+    for what, kernel in found.items():
+        (cubin := tmp_path / "cubin").write_bytes(kernel.asm["cubin"])
+        usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+        resources = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+        assert (resources["STACK"], resources["LOCAL"]) == ("0", "0"), what
+        assert int(resources["REG"]) <= 128, what
+    assert "ld.global.v4.b32" in found["encode"].asm["ptx"]
+    assert "st.global.v4.b32" in found["decode_sum"].asm["ptx"]
