@@ -28,6 +28,8 @@ _c10d = torch.ops._c10d_functional
 _REPEATS = 15
 _UNSTEADY = 0.15
 """How much the times of calls may vary (``_Clock.spreads``) on a machine that does nothing else."""
+_CYCLES_PER_S = 2e9
+"""Clock of a GPU, about."""
 _COLD_BYTES = 64 << 20
 """Operands are taken in turn from so many bytes, as operands of a step were last touched a while ago."""
 
@@ -90,23 +92,35 @@ class _Clock:
         """Return the median seconds of one ``call(i)``; ``i`` counts up."""
         call(0)
         once = self._time(call, range(1))
-        count = max(1, min(200, int(0.01 / max(once, 1e-9))))
+        # A GPU's queue holds 1024 kernels, and a call launches up to 64.
+        count = max(1, min(12 if self.device.type == "cuda" else 200, int(0.01 / max(once, 1e-9))))
         times = sorted(self._time(call, range(r * count, (r + 1) * count)) / count for r in range(1, _REPEATS + 1))
         median = statistics.median(times)
         self.spreads.append(times[3 * len(times) // 4] / median - 1)
         return median
 
     def _time(self, call: Callable[[int], object], numbers: range) -> float:
-        self._finish()
+        if self.device.type == "cuda":
+            return self._time_on_gpu(call, numbers)
         begin = time.perf_counter()
         for i in numbers:
             call(i)
-        self._finish()
         return time.perf_counter() - begin
 
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def _time_on_gpu(self, call: Callable[[int], object], numbers: range) -> float:
+        """Return what the GPU takes: it begins when the host has launched everything, and waits for no launch."""
+        began = time.perf_counter()
+        call(numbers[0])
+        host_s = 2 * (time.perf_counter() - began) * len(numbers) + 1e-3
+        torch.cuda.synchronize(self.device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(host_s * _CYCLES_PER_S))
+        begin.record()
+        for i in numbers:
+            call(i)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e-3
 
 
 def _several(shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> list[list[Tensor]]:
@@ -155,17 +169,30 @@ def _matmul(clock: _Clock, dtype: torch.dtype, launch: float) -> Curve:
 
 
 def _attention(clock: _Clock, dtype: torch.dtype, launch: float) -> Curve:
-    """Rates of causal attention with 8 heads of 64, forward."""
+    """Rates of causal attention: on a CPU forward with 8 heads of 64, on a GPU with 32 of 128, forward and backward.
+
+    Backward has five matmuls where forward has two. On a GPU its kernels are slower.
+    """
     curve = []
     on_cpu = clock.device.type == "cpu"
+    heads, head_dim = (8, 64) if on_cpu else (32, 128)
     for seq in (64, 128, 256, 512, 1024, 2048) if on_cpu else (256, 512, 1024, 2048, 4096, 8192):
-        sets = _several([(1, 8, seq, 64)] * 3, clock.device, dtype)
+        sets = _several([(1, heads, seq, head_dim)] * 3, clock.device, dtype)
 
         def attend(i: int, sets: list[list[Tensor]] = sets) -> Tensor:
             query, key, value = sets[i % len(sets)]
             return scaled_dot_product_attention(query, key, value, is_causal=True)
 
-        curve.append(_rate(4.0 * 8 * 64 * seq**2, clock.seconds(attend), launch))
+        def attend_and_back(i: int, sets: list[list[Tensor]] = sets) -> object:
+            query, key, value = (each.requires_grad_() for each in sets[i % len(sets)])
+            out = scaled_dot_product_attention(query, key, value, is_causal=True)
+            return torch.autograd.grad(out, (query, key, value), out.detach())
+
+        flops = 4.0 * heads * head_dim * seq**2
+        if on_cpu:
+            curve.append(_rate(flops, clock.seconds(attend), launch))
+        else:
+            curve.append((flops, _rate(3.5 * flops, clock.seconds(attend_and_back), 2 * launch)[1]))
     return tuple(curve)
 
 
@@ -176,6 +203,8 @@ def _memory(clock: _Clock) -> Curve:
     def gated(one: Tensor, other: Tensor) -> Tensor:
         return silu(one) * other
 
+    # A GPU's kernel works in portions that suit the tensors which it was compiled for.
+    gated(*_several([(1 << 24,)] * 2, clock.device, torch.float32)[0])
     curve: list[tuple[float, float]] = []
     call = 0.0
     for numel in (1 << n for n in (4, *range(14, 25, 2))):

@@ -17,7 +17,7 @@ from simplefsdp.hardware.profile import load_profile
 
 log = logging.getLogger("simplefsdp")
 
-_VERSION = 2
+_VERSION = 3
 """The version of what ``simplefsdp calibrate`` measures."""
 
 
