@@ -37,6 +37,7 @@ from inductor_passes.ops.offload import TO_DEVICE, TO_HOST
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 from inductor_passes.scheduling.memory import live_bytes
 from inductor_passes.scheduling.order_items import compute_positions, graph_items
+from inductor_passes.torch_compat.aot_autograd import held_inputs
 from inductor_passes.torch_compat.distributed import group_ranks, issues_groups
 from inductor_passes.torch_compat.fx import size_hint
 
@@ -312,7 +313,7 @@ def cost_graph_of(
     def readers(node: Node) -> list[Node]:
         return [*_users(node), *(_users(changed_by[node]) if node in changed_by else ())]
 
-    memory = live_bytes(compute, stored, cost.runs, readers)
+    memory = live_bytes(compute, stored, cost.runs, readers, held_inputs(graph))
     position = {node: i for i, node in enumerate(nodes)}
     outputs = [node for output in graph.find_nodes(op="output") for node in output.all_input_nodes]  # of an empty graph
     outlives = {fqn for node in outputs if node in position for fqn in at.weights[position[node]]}

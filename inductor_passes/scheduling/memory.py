@@ -21,12 +21,13 @@ def live_bytes(
     stored: Mapping[Node, int],
     runs: Mapping[Node, Node],
     users: Callable[[Node], Collection[Node]],
+    held: Collection[Node] = (),
 ) -> LiveBytes:
     """Return the bytes in use by ``stored`` values, each from the kernel that makes it to the last that reads it.
 
     ``compute``: the nodes in order. ``runs``: the node in whose place one that is fused with others runs. ``users``:
     who reads a node's memory. Values among ``stored`` that are inputs of the graph live from its start, outputs to its
-    end; what is read by no compute, but by a collective, is gone once made.
+    end, as do ``held`` values; what is read by no compute, but by a collective, is gone once made.
     """
     count = len(compute)
     index = {node: i for i, node in enumerate(compute)}
@@ -41,7 +42,7 @@ def live_bytes(
         if made is None:
             continue
         readers = users(node)
-        outlives = any(user.op == "output" for user in readers)
+        outlives = node in held or any(user.op == "output" for user in readers)
         read = max((at for user in readers if (at := runs_at(user)) is not None), default=made)
         changes[made] += nbytes
         last[count if outlives else max(made, read)] += nbytes

@@ -16,6 +16,10 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch.fx import Graph, GraphModule, Node
 
+TANGENTS_ARE_HELD = not hasattr(torch.autograd.Function, "boxed_grads_call")
+"""Whether the gradients of outputs stay in memory until a backward graph has run; before torch 2.13
+(pytorch/pytorch#177837)."""
+
 PartitionedGraphs = tuple[GraphModule, GraphModule]
 
 
@@ -52,6 +56,13 @@ def is_backward(graph: Graph) -> bool:
 def is_higher_order_body(graph: Graph) -> bool:
     """Return whether a graph is the body of a higher-order operator (a branch of ``torch.cond``) in another graph."""
     return not any("desc" in node.meta for node in graph.find_nodes(op="placeholder"))
+
+
+def held_inputs(graph: Graph) -> frozenset[Node]:
+    """Return the inputs of a backward graph that autograd holds until the graph has run, whoever reads them last."""
+    if not TANGENTS_ARE_HELD:
+        return frozenset()
+    return frozenset(node for node in graph.find_nodes(op="placeholder") if _is_tangent(node.meta.get("desc")))
 
 
 def _is_tangent(desc: object) -> bool:

@@ -16,6 +16,7 @@ from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.cost_model import cost_graph_of, node_costs
 from inductor_passes.scheduling.issue_points import Schedule, ScheduledBucket
 from inductor_passes.scheduling.replay import replay
+from inductor_passes.torch_compat import aot_autograd
 from simplefsdp import WireFormat, simple_fsdp
 from tests.graphs import capture
 
@@ -130,7 +131,8 @@ def test_an_all_reduce_behind_a_reduce_scatter_moves_one_part_of_it() -> None:
     assert kind.channel != kind.all_reduce_after.channel
 
 
-def test_memory_is_that_of_what_kernels_store() -> None:
+def test_memory_is_that_of_what_kernels_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot_autograd, "TANGENTS_ARE_HELD", False)
     forward, backward = cost_graphs(Gated(), torch.ones(4, 8, requires_grad=True))
     wide, out = 4 * 16 * 4, 4 * 8 * 4
     # The first matmul's result and the product are kept for backward; the output stays.
@@ -140,6 +142,14 @@ def test_memory_is_that_of_what_kernels_store() -> None:
     # wide one is computed, it, the product's gradient and the first matmul's result are there.
     assert (backward.live_bytes_at_slot[0], backward.live_bytes_at_slot[-1]) == (2 * wide + out, out)
     assert 3 * wide in backward.live_bytes_in_step
+
+
+def test_before_torch_2_13_the_gradient_of_the_output_is_held_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot_autograd, "TANGENTS_ARE_HELD", True)
+    _, backward = cost_graphs(Gated(), torch.ones(4, 8, requires_grad=True))
+    wide, out = 4 * 16 * 4, 4 * 8 * 4
+    assert (backward.live_bytes_at_slot[0], backward.live_bytes_at_slot[-1]) == (2 * wide + out, 2 * out)
+    assert 3 * wide + out in backward.live_bytes_in_step
 
 
 class Picked(nn.Module):
