@@ -1,7 +1,8 @@
 """A channel on CUDA: a stream on which a kernel waits the modelled time, then copies. Nothing blocks the host.
 
-The kernel holds a block of 1024 threads on each of ``multiprocessors`` of them, about what NCCL's do while they run, or
-one warp, if it is one.
+The kernel that waits holds a block of 1024 threads on each of ``multiprocessors`` of them, about what NCCL's do while
+they run, or one warp, if it is one. All members of a group are copied by one kernel, on as many multiprocessors as
+NCCL's take, so that a copy takes little from compute, and is not held up by compute between two members.
 """
 
 import functools
@@ -34,6 +35,24 @@ def _hold(start, nanoseconds):
         now = globaltimer()
 
 
+@triton.jit
+def repeat_kernel(table, count, block: tl.constexpr):
+    """Write each source into its output as often as it fits.
+
+    Rows of ``table``: the addresses of the output and the source, the words of the source, and how often it fits.
+    """
+    for move in range(count):
+        out = tl.load(table + 4 * move).to(tl.pointer_type(tl.int32))
+        source = tl.load(table + 4 * move + 1).to(tl.pointer_type(tl.int32))
+        words, times = tl.load(table + 4 * move + 2), tl.load(table + 4 * move + 3)
+        for start in range(tl.program_id(0) * block, words, tl.num_programs(0) * block):
+            place = start + tl.arange(0, block)
+            there = place < words
+            x = tl.load(source + place, there)
+            for part in range(times):
+                tl.store(out + part * words + place, x, there)
+
+
 class CudaChannel:
     """A stream that moves data at the end of each collective's time."""
 
@@ -41,7 +60,8 @@ class CudaChannel:
         self._device, self._multiprocessors = device, multiprocessors
         self._stream = torch.cuda.Stream(device, priority=-1)  # or it would queue behind compute
         self._start = torch.zeros(1, dtype=torch.int64, device=device)
-        self._seconds_per_byte = _copy_seconds_per_byte(device)
+        self._programs = max(multiprocessors, _NCCLS)
+        self._seconds_per_byte = _copy_seconds_per_byte(device, self._programs)
         self._under_way: deque[CudaJob] = deque()
         self.close = weakref.finalize(self, self._stream.synchronize)
 
@@ -58,8 +78,7 @@ class CudaChannel:
             job.started.record()
             _begin[(1,)](self._start, num_warps=1)
             self._hold(seconds - moved * self._seconds_per_byte)
-            for move in moves:
-                _carry(move)
+            carry(moves, self._programs)
             self._hold(seconds)
             job.finished.record()
         self._under_way.append(job)  # keeps the tensors until the stream is done with them, wait or no wait
@@ -71,27 +90,41 @@ class CudaChannel:
 
 
 @torch.no_grad()
-def _carry(move: Move) -> None:
-    out, source, factor = move
-    if source.numel() == 0 or move.in_place:
-        return
-    if factor != 1:
-        torch.mul(source, factor, out=out.view(source.shape))
-    else:
-        out.view(-1, source.numel()).copy_(source.view(1, -1).expand(out.numel() // source.numel(), -1))
+def carry(moves: Sequence[Move], programs: int) -> None:
+    """Carry out moves on the current stream: by one kernel of so many ``programs`` what is copied word by word."""
+    rows = []
+    for move in moves:
+        out, source, factor = move
+        if source.numel() == 0 or move.in_place:
+            continue
+        if factor != 1:
+            torch.mul(source, factor, out=out.view(source.shape))
+        elif (out.data_ptr() | source.data_ptr() | source.nbytes) % 4:
+            out.view(-1, source.numel()).copy_(source.view(1, -1).expand(out.numel() // source.numel(), -1))
+        else:
+            rows.append((out.data_ptr(), source.data_ptr(), source.nbytes // 4, out.nbytes // source.nbytes))
+    if rows:
+        table = torch.tensor(rows, dtype=torch.int64)
+        if moves[0].out.is_cuda:
+            table = table.pin_memory().to(moves[0].out.device, non_blocking=True)
+        repeat_kernel[(programs,)](table, len(rows), 4096, num_warps=32)
 
 
 @functools.cache
-def _copy_seconds_per_byte(device: torch.device) -> float:
+def _copy_seconds_per_byte(device: torch.device, programs: int) -> float:
     """Measure how long the copies of this file take, in seconds per byte written."""
     out, source = (torch.empty(n, dtype=torch.bfloat16, device=device) for n in (2**27, 2**24))
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2):
         begin.record()
-        _carry(Move(out, source))
+        carry([Move(out, source)], programs)
         end.record()
     end.synchronize()
     return begin.elapsed_time(end) * 1e-3 / out.nbytes
+
+
+_NCCLS = 16
+"""Number of multiprocessors that a collective of NCCL keeps busy by default."""
 
 
 class CudaJob:

@@ -1,4 +1,4 @@
-"""What ``simplefsdp calibrate`` finds on a GPU is what the data sheets allow, and what large calls reach."""
+"""A GPU is measured within its data sheet, and near its built-in profile where calls are large."""
 
 import pytest
 import torch

@@ -1,13 +1,13 @@
 """Kernels of the wire formats for GPUs, on a machine without one: their bits, and what is built for each GPU."""
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.interpreter import interpreted
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 
@@ -15,14 +15,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 def test_triton_interprets_them_with_the_bits_of_a_cpu() -> None:
-    module = Path(__file__).with_name("interpreted_kernels.py")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", str(module)]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=root, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout
-    assert re.search(r"\b4 passed", done.stdout), done.stdout
+    interpreted(Path(__file__).with_name("interpreted_kernels.py"), tests=4)
 
 
 def built(kernel: Any, capability: int, types: dict[str, str], **constants: Any) -> Any:
