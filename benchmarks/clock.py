@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from inductor_passes.torch_compat.distributed import GROUPING_NCCL
@@ -67,19 +67,11 @@ class _Embedding(torch.autograd.Function):
 
 
 def _fsdp2_titan(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
-    """Shard by FSDP2 as torchtitan does: blocks compiled, embedding alone, norm and output kept after forward."""
+    """Shard by FSDP2 as torchtitan does: ``fsdp2-compile``, with an embedding that a null GPU can run."""
     assert isinstance(model, llama.Llama)
-    mesh, mp_policy, reshard, _ = parallelism
-    settings: Any = {"mesh": mesh, "mp_policy": mp_policy, "reshard_after_forward": reshard}
     embeddings = model.tok_embeddings
     embeddings.forward = lambda tokens: _Embedding.apply(tokens, embeddings.weight)  # type: ignore
-    for block in model.layers:
-        block.compile()
-        fully_shard(block, **settings)
-    fully_shard(embeddings, **settings)
-    fully_shard([model.norm, model.output], **settings | {"reshard_after_forward": False})
-    sharded: Any = fully_shard(model, **settings)
-    return sharded
+    return SYSTEMS["fsdp2-compile"].wrap(model, parallelism)
 
 
 def system_of(name: str) -> System:
