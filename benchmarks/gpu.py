@@ -3,10 +3,9 @@
     benchmarks/gpu.sh 8b-64            # or python -m benchmarks.gpu 8b-64
 
 bf16 compute, fp32 reductions and master weights, fused AdamW, one sequence a step, the loss compiled alike in all
-compiled systems. Each system has a process of its own, and
-its row is written as soon as it is there. Where a model is larger than the device, it runs with two numbers of layers,
-and the cost of a layer is their difference; it is labelled so. ``smoke`` is the same path with a tiny model, on any
-device.
+compiled systems. Each system has a process of its own, and its row is written as soon as it is there. Where a model is
+larger than the device, it runs with two numbers of layers, and the cost of a layer is their difference; it is labelled
+so. ``smoke`` is the same path with a tiny model, on any device.
 """
 
 import argparse

@@ -146,7 +146,7 @@ def decode_sum(rows: Tensor, out: Tensor, encoding: Encoding, divisor: float) ->
     if _in_triton(out):
         _triton().decode_sum(rows, out, form_of(encoding), divisor)
     elif encoding.largest is None:
-        out.copy_(_over(_added(rows.view(torch.bfloat16)[:, :numel].float()), divisor))
+        out.copy_(_over(_added(row[:numel].float() for row in rows.view(torch.bfloat16)), divisor))
     elif _in_cpp(out):
         kind, ranks = KIND[encoding], len(rows)
         _cpp().decode_sum(rows.data_ptr(), rows.stride(0), ranks, numel, *_memory(out), kind, encoding.rotates, divisor)
@@ -197,9 +197,9 @@ def quantize(values: Tensor, quantized: Tensor, encoding: Encoding) -> Tensor:
     return scale
 
 
-def _added(terms: Tensor) -> Tensor:
-    """Return the sum over the first dim, in its order."""
-    return functools.reduce(torch.add, terms.unbind(0))
+def _added(terms: Iterable[Tensor]) -> Tensor:
+    """Return the sum of ``terms`` in their order."""
+    return functools.reduce(torch.add, terms)
 
 
 def _over(x: Tensor, divisor: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Kernels that torch.compile makes of the wire formats for a GPU, against the functions on a CPU."""
+"""Kernels of the wire formats on a GPU, against the functions on a CPU."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def received(values: Tensor, name: str) -> Tensor:
 @pytest.mark.parametrize("numel", [100, 128, 5000, 1 << 17])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_gpu_encodes_and_decodes_as_a_cpu(name: str, numel: int, dtype: torch.dtype) -> None:
-    """A GPU divides and rotates with other roundings, so a few values or rotated blocks may differ."""
+    """A few values or rotated blocks may differ, as those of kernels that divide with other roundings do."""
     values = torch.randn(ROWS, numel, generator=torch.Generator().manual_seed(0)).to(dtype)
     on_cpu, on_gpu = received(values, name), received(values.cuda(), name)
     different = (on_cpu - on_gpu).abs() > 1e-5 * on_cpu.abs().max()

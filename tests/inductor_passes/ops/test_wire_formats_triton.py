@@ -47,38 +47,26 @@ def test_they_are_built_for_every_gpu_without_spilling_and_with_wide_loads(
     from inductor_passes.ops.wire_formats import FORMATS, form_of
 
     kind, rotates = form_of(FORMATS[name])
-    numbers = dict.fromkeys(["numel", "ranks", "stride"], "i32")
+    into = {"into": form_of(FORMATS["int8"])[0], "into_rotates": not rotates}
+    divides = {"divides": True}
+    placed = dict.fromkeys(["total", "per", "outer", "inner"], "i32")
+    summed = dict.fromkeys(["ranks", "stride"], "i32")
+    asked = {
+        "encode": ({"values": "*fp32", "out": "*i32", **placed, "divisor": "fp32"}, {**divides, "dtype": tl.bfloat16}),
+        "decode_sum": ({"sent": "*i32", "out": "*fp32", **summed, "divisor": "fp32"}, divides),
+        "encode_sum": ({"sent": "*i32", "out": "*i32", **summed, "apart": "i32", "apart_out": "i32"}, into),
+    }
     found = {
-        "encode": built(
-            kernels.encode_kernel,
+        what: built(
+            getattr(kernels, f"{what}_kernel"),
             capability,
-            {"values": "*fp32", "out": "*i32", **dict.fromkeys(["total", "numel", "per", "outer", "inner"], "i32")}
-            | {"divisor": "fp32"},
-            divides=True,
-            dtype=tl.bfloat16,
+            {**types, "numel": "i32"},
+            **constants,
             kind=kind,
             rotates=rotates,
             blocks=kernels.BLOCKS,
-        ),
-        "decode_sum": built(
-            kernels.decode_sum_kernel,
-            capability,
-            {"sent": "*i32", "out": "*fp32", **numbers, "divisor": "fp32"},
-            divides=True,
-            kind=kind,
-            rotates=rotates,
-            blocks=kernels.BLOCKS,
-        ),
-        "encode_sum": built(
-            kernels.encode_sum_kernel,
-            capability,
-            {"sent": "*i32", "out": "*i32", **numbers, "apart": "i32", "apart_out": "i32"},
-            kind=kind,
-            rotates=rotates,
-            into=form_of(FORMATS["int8"])[0],
-            into_rotates=not rotates,
-            blocks=kernels.BLOCKS,
-        ),
+        )
+        for what, (types, constants) in asked.items()
     }
     for what, kernel in found.items():
         (cubin := tmp_path / "cubin").write_bytes(kernel.asm["cubin"])
