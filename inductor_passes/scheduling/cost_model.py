@@ -316,17 +316,24 @@ def cost_graph_of(
     memory = live_bytes(compute, stored, cost.runs, readers, held_inputs(graph))
     position = {node: i for i, node in enumerate(nodes)}
     outputs = [node for output in graph.find_nodes(op="output") for node in output.all_input_nodes]  # of an empty graph
+    index = {node: i for i, node in enumerate(compute)}
     outlives = {fqn for node in outputs if node in position for fqn in at.weights[position[node]]}
     steps = list(pairwise(marks))
 
     def step_of(index: int) -> int:
         return bisect_right(marks, index) - 1
 
+    def last_read(fqn: str) -> int:
+        """Return the position of the compute node, or of the region it is in, that is the last to read a weight."""
+        last = at.last_use_slot.get(fqn, at.first_use_slot[fqn])
+        runs = cost.runs.get(compute[last], compute[last]) if last < len(compute) else None
+        return last if runs is None else max(last, index.get(runs, last))
+
     gathered: dict[str, Gather] = {}
     for gather in gathers(graph):
         (fqn,) = gather.fqns
         nbytes = _nbytes(gather.node) + (gathered[fqn].nbytes if fqn in gathered else 0)  # gathered in two ways
-        last = len(steps) if fqn in outlives else step_of(at.last_use_slot.get(fqn, at.first_use_slot[fqn]))
+        last = len(steps) if fqn in outlives else step_of(last_read(fqn))
         # Where rows do not divide, only some ranks pad theirs, but all must agree.
         uneven = any(user.target is _aten.slice.Tensor for user in gather.wait.users)
         prepared = _nbytes(gather.input) if uneven or storage_of(gather.input).op != "placeholder" else 0

@@ -14,6 +14,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._inductor.custom_graph_pass import get_hash_for_files as get_hash_for_files
 
+FREE_AT_LAST_USE: dict[str, Any] = {"allow_buffer_reuse": False}
+"""Inductor configuration under which generated code frees memory behind its last use.
+
+Otherwise code holds memory from there until it needs as much again, although torch's allocator could hand the memory
+out meanwhile: to what a collective returns, or to what the code of another graph computes.
+"""
 CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 """The base class of passes on kernels. Before torch 2.12 such a pass is any callable, and not in the cache's key."""
 NO_OTHER_REORDERING: dict[str, Any] = {

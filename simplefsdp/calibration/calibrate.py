@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from simplefsdp import rehearsal
 from simplefsdp.api import simple_fsdp
 from simplefsdp.hardware.cache import cache_path
+from simplefsdp.hardware.catalog import GPU_CONTENTION
 from simplefsdp.hardware.profile import Curve, HardwareProfile, Network, flat, load_profile, save
 from simplefsdp.plan.grouping import manual_plan
 
@@ -46,24 +47,27 @@ def calibrated_profile(device: torch.device, network: Network) -> HardwareProfil
 def calibrate(device: torch.device, network: Network) -> HardwareProfile:
     """Measure ``device``, with as many threads as torch uses now, and return its profile; it takes about a minute.
 
-    The network is as given; its collectives are not measured. There must be no process group yet: the host's costs of
-    collectives and parameters are measured in rehearsals, on CPU; a GPU computes meanwhile.
+    The network is as given; its collectives are not measured, and what they take from a GPU's compute is assumed. There
+    must be no process group yet: the host's costs of collectives and parameters are measured in rehearsals, on CPU; a
+    GPU computes meanwhile.
     """
     clock = _Clock(device)
     dtypes = [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float32]
     call = _call_s(clock)
+    on_gpu = device.type == "cuda"
+    assumed = f"; contention {GPU_CONTENTION:.3f} assumed (arXiv 2507.03114)" if on_gpu else ""
     profile = HardwareProfile(
         f"{device.type} here",
-        f"measured, torch {torch.__version__}, {torch.get_num_threads()} threads",
+        f"measured, torch {torch.__version__}, {torch.get_num_threads()} threads{assumed}",
         matmul={_name(dtype): _matmul(clock, dtype, call) for dtype in dtypes},
         attention={_name(dtype): _attention(clock, dtype, call) for dtype in dtypes},
         memory=_memory(clock),
         launch_s=_launch_s(clock),
         collective_launch_s=0.0,
-        contention=0.0,
+        contention=GPU_CONTENTION if on_gpu else 0.0,
         network=network,
     )
-    if device.type == "cpu":
+    if not on_gpu:
         launch, per_byte = _collective_launch_s(clock), _collective_s_per_byte()
         profile = replace(profile, collective_launch_s=launch, collective_s_per_byte=per_byte)
         profile = replace(profile, parameter_s=_parameter_s(clock, profile))

@@ -22,6 +22,7 @@ from inductor_passes.partition import partition
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.torch_compat.aot_autograd import PartitionedGraphs
 from inductor_passes.torch_compat.inductor import (
+    FREE_AT_LAST_USE,
     NO_OTHER_REORDERING,
     CustomGraphPass,
     CustomPartitionerFn,
@@ -117,10 +118,13 @@ def _inductor(
     """
     filled = (_JointGraphPass(passes), partitioner, _PostGradPass(passes), _KernelOrderPass(passes))
     slots: dict[str, Any] = dict(zip(PASS_SLOTS, filled, strict=True))
+    defaults: dict[str, Any] = {}
     if passes.given.request is None:
         del slots["_post_fusion_custom_pass"]
     else:
         slots.update(NO_OTHER_REORDERING)
+        if any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs):
+            defaults = FREE_AT_LAST_USE  # the allocator of CPUs is slower than the reuse that this turns off
     # AOTAutograd caches only graphs of functions that it knows to depend on nothing but their arguments and source.
     cacheable = "unsafe_marked_cacheable_functions"
     slots[cacheable] = {
@@ -142,7 +146,7 @@ def _inductor(
         finally:
             progress.end()
 
-    patches = {**parsed.inductor, **slots, **patches}
+    patches = {**defaults, **parsed.inductor, **slots, **patches}
     progress.begin("tracing")
     try:
         with _garbage_collection_paused(), encoded_by_passes():

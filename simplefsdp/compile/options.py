@@ -63,7 +63,7 @@ class Options:
     cast_in_matmuls: bool = True
     """Let a GPU's matmuls make gradients in the dtype in which they are reduced, where their buckets are grouped and no
     peak of memory grows: without a copy, and without the rounding to the weight's dtype that FSDP2 has. Not with
-    ``lower_with="aot_eager"`` and not with a ``memory_budget``."""
+    ``lower_with="aot_eager"``."""
     compile_once: bool = True
     """Compile compute that repeats, as that of equal blocks does, once, so that a first step grows less with depth. Not
     with ``plan="none"``, and not where TorchInductor generates C++ around its kernels (``cpp_wrapper``)."""

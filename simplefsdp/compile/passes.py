@@ -32,12 +32,21 @@ from simplefsdp.compile.plan_step import (
     StepToPlan,
     choose_unsharded_parameters,
     fits_memory,
+    memory_limit,
+    most_bytes_of_a_block,
     plan_step,
     with_reshard_decided,
 )
 from simplefsdp.plan.bucket_plan import GraphUses
 
 log = logging.getLogger("simplefsdp")
+
+_BLOCKS_UNDER_WAY = 4
+"""For the communication of so many blocks there must be memory beside a gradient that its matmul casts.
+
+Of 1, 2, 3, 4 and 6 blocks this gave the shortest simulated steps: Llama 3 8B on 64 H100s, 2048 tokens a rank, budgets
+of 13.9 and 14.6 GiB.
+"""
 
 
 @dataclass(frozen=True)
@@ -152,19 +161,26 @@ class Passes:
         return resharded, with_reshard_decided(self.given.params, ())
 
     def _cast_in_matmuls(self, forward: Graph, backward: Graph) -> None:
-        """Let matmuls cast gradients where that saves more than it costs, and where a peak of memory does not grow."""
+        """Let matmuls cast gradients where that saves more than it costs, and where there is memory for it.
+
+        A gradient that is cast takes twice as much while it waits for its reduction to be issued. So the peak of
+        compute may not grow by it, and beside it there must be room for what several blocks gather and reduce: where
+        memory is short, a plan can hide more communication with gradients that are cast when they are reduced.
+        """
         if not self.given.cast_in_matmuls or self.given.request is None or self.given.profile is None:
             return
         _, costs = self.cost_graphs(forward, backward)
         reduced = {reduction.fqn: reduction for reduction in costs.reductions}
-        peak = max(costs.live_bytes_in_step, default=0)
+        room = _BLOCKS_UNDER_WAY * most_bytes_of_a_block(costs)
+        limit = memory_limit(self.given.request, self.given.state.resident_bytes) - room
+        highest = min(limit, max(costs.live_bytes_in_step, default=0))
 
         def is_allowed(collective: Collective) -> bool:
             reduction = reduced[collective.fqns[0]]
             member_s, made_in = reduction.kind.member_s, reduction.ready_slot - 1
             if member_s is None or member_s >= reduction.nbytes * reduction.kind.copy_s_per_byte or made_in < 0:
                 return False
-            return costs.live_bytes_in_step[made_in] + reduction.nbytes - reduction.gradient_bytes <= peak
+            return costs.live_bytes_in_step[made_in] + reduction.nbytes - reduction.gradient_bytes <= highest
 
         cast_in_matmuls(backward, is_allowed)
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -10,8 +11,8 @@ import torch
 
 from inductor_passes.collectives import GraphParameter
 from inductor_passes.scheduling.bucket_form import with_cheapest_forms
-from inductor_passes.scheduling.cost_graph import CostGraph
-from inductor_passes.scheduling.issue_points import buckets_of, schedule_of
+from inductor_passes.scheduling.cost_graph import CostGraph, Gather, Reduction
+from inductor_passes.scheduling.issue_points import block_of, buckets_of, schedule_of
 from inductor_passes.scheduling.keep_unsharded import choose_unsharded
 from inductor_passes.scheduling.narrow import choose_narrowed, narrowed
 from inductor_passes.scheduling.replay import Timeline
@@ -229,6 +230,16 @@ def fits_memory(request: SearchRequest, graphs: Sequence[CostGraph], resident: i
 def device_memory_bytes(device: torch.device) -> int | None:
     """Return the bytes of a GPU's memory; ``None`` for other devices, whose memory a process shares."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def most_bytes_of_a_block(graph: CostGraph) -> int:
+    """Return the most bytes that a repeated block has in gathered weights and reductions; 0 if there is no block."""
+    by_block: Counter[str] = Counter()
+    members: list[Gather | Reduction] = [*graph.gathers, *graph.reductions]
+    for each in members:
+        if (block := block_of(each.fqn)) is not None:
+            by_block[block] += each.nbytes
+    return max(by_block.values(), default=0)
 
 
 def memory_limit(request: object, resident: int) -> float:

@@ -17,7 +17,7 @@ from simplefsdp.hardware.profile import load_profile
 
 log = logging.getLogger("simplefsdp")
 
-_VERSION = 3
+_VERSION = 4
 """The version of what ``simplefsdp calibrate`` measures."""
 
 

@@ -18,6 +18,9 @@ A kernel: 2 us, of a small addition back to back on B200 (NVIDIA/cccl#7391); the
 compute takes 18.9 % longer beside collectives, the mean over A100, H100 and two AMD GPUs (arXiv 2507.03114): of a
 collective's time compute loses 1 - 1 / 1.189."""
 
+GPU_CONTENTION = 1 - 1 / 1.189
+"""The part of a collective's time that a GPU's compute loses meanwhile: the mean over four GPUs (arXiv 2507.03114)."""
+
 _A100 = """\
 A100 SXM 80 GB. Matmul: fp16, cuBLASLt, sustained (Azure/AI-benchmarking-guide, ND A100 v4), bf16 the same to 3 %; fp32
 without TF32: zzc0721/torch-performance-test-data, the largest of n = 1024 to 10240. Attention: FlashAttention-2, head
@@ -160,6 +163,6 @@ def built_in(name: str) -> HardwareProfile:
         memory=((1e9, found.memory_bytes_per_s),),
         launch_s=2e-6,
         collective_launch_s=0.0,
-        contention=1 - 1 / 1.189,
+        contention=GPU_CONTENTION,
         network=network(of_network),
     )

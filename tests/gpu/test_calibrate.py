@@ -18,8 +18,9 @@ def test_a_gpu_is_measured_near_its_built_in_profile() -> None:
     found = calibrate(torch.device("cuda", 0), expected.network)
     (_, matmul) = found.matmul["bfloat16"][-1]
     assert matmul == pytest.approx(expected.matmul["bfloat16"][-1][1], rel=0.25)
-    assert all(rate < 1.05 * expected.matmul["bfloat16"][-1][1] for _, rate in found.matmul["bfloat16"])
+    assert all(rate < 1.25 * expected.matmul["bfloat16"][-1][1] for _, rate in found.matmul["bfloat16"])
     (_, memory) = found.memory[-1]
     assert memory == pytest.approx(expected.memory[-1][1], rel=0.25)
-    assert all(later > earlier for (_, earlier), (_, later) in zip(found.memory, found.memory[1:], strict=False))
+    assert all(later > 0.9 * earlier for (_, earlier), (_, later) in zip(found.memory, found.memory[1:], strict=False))
     assert found.launch_s < 20e-6
+    assert found.contention == expected.contention

@@ -74,7 +74,7 @@ def test_bits_do_not_depend_on_the_network_and_gradients_are_those_of_eager(name
     ranks = math.prod([*case.mesh.values(), case.tensor_parallel])
     network = flat("2 ms", ranks, alpha_s=0.002, bandwidth_bytes_per_s=1e10)
     with rehearsal.world(ranks, network) as world:
-        options: dict[str, Any] = {"plan": case.plan}
+        options: dict[str, Any] = {"plan": case.plan, **case.options}
         if case.plan != "none":
             options["profile"] = "h100/h100-8-nodes"
         model, _ = sharded(case, CONFIG)

@@ -62,6 +62,8 @@ class Case:
     model: type[nn.Module] = llama.Llama
     max_norm: float | None = None
     backend: str = "nccl"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of the backend."""
     lengths: tuple[int, ...] = (SEQ,)
     """Sequence lengths of the steps before the logged one, which has the last; several mean dynamic shapes."""
 
@@ -74,6 +76,7 @@ CASES: dict[str, Case] = {
         backend=GROUPING_NCCL,
     ),
     "auto": Case(plan="auto", backend=GROUPING_NCCL),
+    "budget": Case(plan="auto", backend=GROUPING_NCCL, options={"memory_budget": "5.5GiB"}),
     "auto-kept": Case(plan="auto", settings={"reshard_after_forward": "auto"}),
     "kept": Case(settings={"reshard_after_forward": False}, backend=GROUPING_NCCL),
     "fp32": Case(policy=MixedPrecisionPolicy(), backend=GROUPING_NCCL),
@@ -146,7 +149,7 @@ def run_step(name: str, folder: Path) -> Step:
     ranks = math.prod([*case.mesh.values(), case.tensor_parallel])
     with null_rank(ranks, case.backend) as recorder:
         model, shapes = sharded(case)
-        options = {"plan": case.plan, "report_dir": str(folder)}
+        options = {"plan": case.plan, "report_dir": str(folder), **case.options}
         if case.plan != "none":
             options["profile"] = "h100/h100-8-nodes"
         compiled = torch.compile(model, backend="simplefsdp", options=options, dynamic=len(case.lengths) > 1 or None)

@@ -152,6 +152,25 @@ def test_before_torch_2_13_the_gradient_of_the_output_is_held_until_the_end(monk
     assert 3 * wide + out in backward.live_bytes_in_step
 
 
+class Normalised(nn.Module):
+    """A table's rows, normalised and scaled: one kernel, which runs when the scale has been gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(64, 8))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return F.rms_norm(F.embedding(numbers, self.table), (8,), self.scale)
+
+
+def test_a_weight_is_in_memory_until_the_kernel_that_its_last_reader_is_fused_into_has_run() -> None:
+    captured = capture(simple_fsdp(Normalised()), torch.tensor([1, 2, 1]))
+    table, scale = cost_graph_of(captured.forward, Rates()).gathers
+    assert table.first_use_slot < scale.first_use_slot
+    assert table.last_use_slot == scale.first_use_slot
+
+
 class Picked(nn.Module):
     """Rows of a table, picked by number: the table's gradient is zeros with some rows added to."""
 
