@@ -6,7 +6,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from importlib.metadata import requires, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import pytest
@@ -157,3 +157,14 @@ def test_the_command_names_the_versions():
     command = [sys.executable, "-m", "simplefsdp", "--version"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"simplefsdp {version('simplefsdp')}, torch {version('torch')}"
+
+
+def test_the_command_runs_from_a_source_tree_that_is_not_installed(monkeypatch):
+    def version_of_others(name):
+        if name == "simplefsdp":
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(cli, "version", version_of_others)
+    arguments = cli.parser(["plan"]).parse_args(["plan", "--model", "llama3-8b", "--ranks", "8", "--profile", "h100"])
+    assert arguments.ranks == 8

@@ -4,7 +4,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Collection
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 COMMANDS = {
@@ -28,8 +28,11 @@ def main() -> None:
 def parser(commands: Collection[str]) -> argparse.ArgumentParser:
     """Return the parser of ``simplefsdp``, in which these commands have their arguments."""
     result = argparse.ArgumentParser(prog="simplefsdp", description="Sharded training, scheduled by the compiler.")
-    versions = f"simplefsdp {version('simplefsdp')}, torch {version('torch')}"
-    result.add_argument("--version", action="version", version=versions)
+    try:
+        own = version("simplefsdp")
+    except PackageNotFoundError:  # run from a source tree
+        own = "not installed"
+    result.add_argument("--version", action="version", version=f"simplefsdp {own}, torch {version('torch')}")
     subparsers = result.add_subparsers(dest="command", required=True)
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary)

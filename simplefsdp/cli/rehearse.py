@@ -6,7 +6,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -200,7 +200,7 @@ def _network(args: argparse.Namespace) -> Network:
 def _profile(args: argparse.Namespace, chosen: Network, measured: bool) -> HardwareProfile | None:
     """Return the profile for plans: the given one, or where ``measured`` that of this device."""
     if args.profile is not None:
-        return replace(device_profile(args.profile), network=chosen)
+        return device_profile(args.profile, chosen)
     return calibrated_profile(torch.device(args.device), chosen) if measured else None
 
 

@@ -8,9 +8,10 @@ attention, forward and backward together, with the operations of the whole squar
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
-from simplefsdp.hardware.profile import NETWORKS, Curve, HardwareProfile, load_profile, network
+from simplefsdp.hardware.profile import NETWORKS, Curve, HardwareProfile, Network, load_profile, network
 from simplefsdp.text.messages import unknown
 
 _LAUNCH = """\
@@ -134,13 +135,16 @@ def smallest_network(ranks: int) -> str | None:
     return next((net.name for net in NETWORKS.values() if net.name.startswith("h100-") and net.ranks >= ranks), None)
 
 
-def device_profile(text: str) -> HardwareProfile:
-    """Return the profile of a JSON file, or the built-in one of a device of ``DEVICES`` in a node of its own.
+def device_profile(text: str, of_network: Network) -> HardwareProfile:
+    """Return the profile of a JSON file, or the built-in one of a device of ``DEVICES``, with another network.
 
     Raises:
         ValueError: there is no such device, or no such profile in the file.
     """
-    return load_profile(text) if text.endswith(".json") else built_in(f"{text}/{smallest_network(1)}")
+    if text.endswith(".json"):
+        return replace(load_profile(text), network=of_network)
+    profile = built_in(f"{text}/{smallest_network(1)}")
+    return replace(profile, name=f"{text}/{of_network.name}", network=of_network)
 
 
 def built_in(name: str) -> HardwareProfile:

@@ -1,6 +1,8 @@
 """The GPUs that are built in."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from simplefsdp import simple_fsdp
 from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import _say_what_is_built_in, parse_options, profile_of
-from simplefsdp.hardware.catalog import DEVICES, built_in, is_built_in
+from simplefsdp.hardware.catalog import DEVICES, built_in, device_profile, is_built_in
 from simplefsdp.hardware.profile import load_profile, network, save
 from tests.graphs import capture
 from tests.models import batch, tiny_llama
@@ -97,3 +99,13 @@ def test_paths_are_not_names() -> None:
     assert is_built_in("h100/h100-1-node")
     assert not any(map(is_built_in, ("profile.json", "out/profile.json", "./profile", "/tmp/profile", "~/profile")))
     assert math.isfinite(built_in("h100/h100-1-node").contention)
+
+
+def test_the_profile_of_a_device_is_named_by_the_network_that_it_is_given(tmp_path: Path) -> None:
+    here = network("h100-16-nodes")
+    found = device_profile("h200", here)
+    assert (found.name, found.network) == ("h200/h100-16-nodes", here)
+    assert found == built_in("h200/h100-16-nodes")
+    path = tmp_path / "measured.json"
+    save(built_in("a100/cloud-100g"), path)
+    assert device_profile(str(path), here) == replace(built_in("a100/cloud-100g"), network=here)
