@@ -76,7 +76,7 @@ CASES: dict[str, Case] = {
         backend=GROUPING_NCCL,
     ),
     "auto": Case(plan="auto", backend=GROUPING_NCCL),
-    "budget": Case(plan="auto", backend=GROUPING_NCCL, options={"memory_budget": "5.5GiB"}),
+    "budget": Case(plan="auto", backend=GROUPING_NCCL, options={"memory_budget": "6GiB"}),
     "auto-kept": Case(plan="auto", settings={"reshard_after_forward": "auto"}),
     "kept": Case(settings={"reshard_after_forward": False}, backend=GROUPING_NCCL),
     "fp32": Case(policy=MixedPrecisionPolicy(), backend=GROUPING_NCCL),

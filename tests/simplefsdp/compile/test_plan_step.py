@@ -19,7 +19,7 @@ from inductor_passes.scheduling.search import greedy_schedule, search_schedule
 from simplefsdp import BucketPlan, WireFormat, manual_plan, simple_fsdp
 from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import parse_options
-from simplefsdp.compile.plan_step import device_memory_bytes
+from simplefsdp.compile.plan_step import SearchRequest, device_memory_bytes, time_tolerance
 from simplefsdp.frontend.sharding import Reshard
 from simplefsdp.hardware.profile import Link, flat, save
 from simplefsdp.plan.grouping import BLOCK
@@ -378,3 +378,10 @@ def _same_training(lowering: str, tolerance: float) -> None:
 @pytest.mark.parametrize(("lowering", "tolerance"), [("aot_eager", 0.0), ("inductor", 1e-5)])
 def test_training_is_that_without_a_plan(two_ranks: Ranks, lowering: str, tolerance: float) -> None:
     two_ranks.run(_same_training, lowering, tolerance)
+
+
+def test_more_time_is_given_up_for_memory_where_it_is_predicted_less_exactly_and_none_within_a_budget() -> None:
+    on_cpu = SearchRequest("auto", PROFILE, None)
+    on_gpu = replace(on_cpu, device_bytes=80 << 30)
+    within = replace(on_gpu, budget=40 << 30)
+    assert time_tolerance(within) == 0.0 < time_tolerance(on_cpu) < time_tolerance(on_gpu) < 0.05
