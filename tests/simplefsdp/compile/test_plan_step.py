@@ -161,10 +161,14 @@ def test_without_a_budget_the_memory_of_a_gpu_is_the_limit(
         (path,) = (tmp_path / folder).glob("*/prediction.json")
         return int(json.loads(path.read_text())["peak_bytes"])
 
+    def bytes_of_a_device(nbytes: int) -> None:
+        monkeypatch.setattr("simplefsdp.compile.options.device_memory_bytes", lambda _device: nbytes)
+
     assert device_memory_bytes(torch.device("cpu")) is None
+    bytes_of_a_device(1 << 60)
     free = planned(tmp_path / "free", reshard="auto")
-    for folder, nbytes in (("large", 2 * peak("free")), ("small", peak("free")), ("tiny", 1000)):
-        monkeypatch.setattr("simplefsdp.compile.options.device_memory_bytes", lambda _device, nbytes=nbytes: nbytes)
+    for folder, nbytes in (("large", 2 * peak("free")), ("small", int(peak("free") / 0.95)), ("tiny", 1000)):
+        bytes_of_a_device(nbytes)
         assert (planned(tmp_path / folder, reshard="auto") == free) == (folder == "large")
         assert (peak(folder) <= 0.92 * nbytes) == (folder != "tiny")
         assert ("bytes of a device of 1000; it is planned for the least memory" in caplog.text) == (folder == "tiny")
