@@ -316,18 +316,20 @@ def cost_graph_of(
     memory = live_bytes(compute, stored, cost.runs, readers, held_inputs(graph))
     position = {node: i for i, node in enumerate(nodes)}
     outputs = [node for output in graph.find_nodes(op="output") for node in output.all_input_nodes]  # of an empty graph
-    index = {node: i for i, node in enumerate(compute)}
     outlives = {fqn for node in outputs if node in position for fqn in at.weights[position[node]]}
     steps = list(pairwise(marks))
 
     def step_of(index: int) -> int:
         return bisect_right(marks, index) - 1
 
+    runs_at = {node: i for i, node in enumerate(compute)}
+
     def last_read(fqn: str) -> int:
-        """Return the position of the compute node, or of the region it is in, that is the last to read a weight."""
+        """Return where the last compute node that reads a weight runs: where its region does, if it is fused."""
         last = at.last_use_slot.get(fqn, at.first_use_slot[fqn])
-        runs = cost.runs.get(compute[last], compute[last]) if last < len(compute) else None
-        return last if runs is None else max(last, index.get(runs, last))
+        if last == len(compute):  # nothing reads it
+            return last
+        return max(last, runs_at.get(cost.runs.get(compute[last], compute[last]), last))
 
     gathered: dict[str, Gather] = {}
     for gather in gathers(graph):

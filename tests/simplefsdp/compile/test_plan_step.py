@@ -14,12 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes.collectives import BUCKET, FQNS
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 from inductor_passes.scheduling.issue_points import Schedule, schedule_of
 from inductor_passes.scheduling.search import greedy_schedule, search_schedule
 from simplefsdp import BucketPlan, WireFormat, manual_plan, simple_fsdp
 from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import parse_options
-from simplefsdp.compile.plan_step import SearchRequest, device_memory_bytes, time_tolerance
+from simplefsdp.compile.plan_step import SearchRequest, device_memory_bytes, most_bytes_of_a_block, time_tolerance
 from simplefsdp.frontend.sharding import Reshard
 from simplefsdp.hardware.profile import Link, flat, save
 from simplefsdp.plan.grouping import BLOCK
@@ -389,3 +390,14 @@ def test_more_time_is_given_up_for_memory_where_it_is_predicted_less_exactly_and
     on_gpu = replace(on_cpu, device_bytes=80 << 30)
     within = replace(on_gpu, budget=40 << 30)
     assert time_tolerance(within) == 0.0 < time_tolerance(on_cpu) < time_tolerance(on_gpu) < 0.05
+
+
+def test_a_block_has_the_bytes_of_its_gathers_and_reductions_and_what_is_in_no_block_does_not_count() -> None:
+    kind = CollectiveKind("shard", alpha_s=0.0, s_per_byte=1.0)
+    gathers = tuple(
+        Gather(fqn, kind, nbytes, 0, 0)
+        for fqn, nbytes in (("embedding", 1000), ("layers.0.up", 1), ("layers.1.up", 10), ("layers.1.down", 20))
+    )
+    graph = CostGraph((1.0,), (0,), (0, 0), gathers, (Reduction("layers.1.up", kind, 40, 1),))
+    assert most_bytes_of_a_block(graph) == 10 + 20 + 40
+    assert most_bytes_of_a_block(graph._replace(gathers=gathers[:1], reductions=())) == 0
