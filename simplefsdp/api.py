@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from inductor_passes.collectives import TwoSteps
 from inductor_passes.torch_compat.dtensor import local_tensor
 from inductor_passes.torch_compat.dynamo import inside_torch_compile, skip_code
+from simplefsdp.frontend.compare_sharding import CheckInitialWeights, facts, sample
+from simplefsdp.frontend.eager_order import compare_before_steps
 from simplefsdp.frontend.fsdp_methods import check_divide_factor
 from simplefsdp.frontend.gloo import run_in_order
-from simplefsdp.frontend.initial_weights import CheckInitialWeights, digests, sample
 from simplefsdp.frontend.node_groups import NodeGroups, node_groups, node_size
-from simplefsdp.frontend.parametrization import ShardedModule, ShardedModuleState, parametrize
+from simplefsdp.frontend.parametrization import ShardedModule, ShardedModuleState, parametrize, tie_again
 from simplefsdp.frontend.sharding import (
     Communication,
     Group,
@@ -125,11 +126,11 @@ def simple_fsdp(
             without a backward, call ``torch.cuda.synchronize()`` before shards in pinned memory are changed in place.
             ``None`` or ``OffloadPolicy()``: everything is on the mesh's device. Predictions leave out the time of these
             copies, and of the optimizer on CPU.
-        check_initial_weights: the first call of ``model`` with gradients compares what the ranks have sharded: ``True``
-            64 elements of each parameter, at equal distances; ``"exact"`` all of them; ``False`` nothing. The ranks
-            meet at the store of the process group, once; a difference is a ``RuntimeError`` on all of them, which
-            names the first parameter that differs. Left out are parameters on ``meta``, what is loaded after sharding,
-            and models under another backend of ``torch.compile``.
+        check_initial_weights: the first call of ``model`` with gradients compares what the ranks have sharded, and how:
+            of the values, ``True`` 64 elements of each parameter, at equal distances; ``"exact"`` all of them;
+            ``False`` none. The ranks meet at the store of the process group, once; a difference is a ``RuntimeError``
+            on all of them, which names the first parameter that differs. Left out are values of parameters on
+            ``meta``, what is loaded after sharding, and models under another backend of ``torch.compile``.
         wire: in which format weights and gradients travel: a ``WireFormat`` for all parameters, or ``{glob:
             WireFormat}`` over FQNs, of which the last glob that matches counts. Parameters matched by none, and those
             of 0 dims, travel as they are. Gradients are reduced in float32 where ``mp_policy`` has no
@@ -190,6 +191,7 @@ def simple_fsdp(
 
     sharded_model = ShardedModel(tuple((fqn, tuple(param.shape)) for fqn, param in params.items()))
     sharded: dict[int, tuple[nn.Parameter, ShardedParameter]] = {}
+    made: dict[str, ShardedParameter] = {}
     samples: dict[str, torch.Tensor | None] = {}
     for fqn, info in known.items():
         sharded[id(params[fqn])] = params[fqn], replace(info, fqn=fqn, model=sharded_model)
@@ -198,9 +200,9 @@ def simple_fsdp(
             run_in_order(group)
     shard_group, replica_group = _groups(mode, mesh)
     for fqn, param in new.items():
-        there = local_tensor(param)
+        own = local_tensor(param)
         comm = Communication(
-            shape=tuple(there.shape),
+            shape=tuple(own.shape),
             dim=next((p.dim for p in placements[fqn] if isinstance(p, Shard)), None),
             shard_group=shard_group,
             replica_group=replica_group,
@@ -212,13 +214,13 @@ def simple_fsdp(
             pinned=pinned,
             **_formats(wire_formats[fqn], param, mp_policy, nodes),
         )
-        samples[fqn] = sample(there, check_initial_weights)
+        samples[fqn] = sample(own, check_initial_weights)
         if isinstance(param, DTensor):
             local, tensor_parallel = shard_further(param, mesh, placements[fqn]), param._spec
         else:
             local, tensor_parallel = shard(param, mesh, placements[fqn]), None
         local = to_offload_device(local, pinned) if offloads else local
-        info = ShardedParameter(fqn, sharded_model, comm, local.placements, tensor_parallel)
+        made[fqn] = info = ShardedParameter(fqn, sharded_model, comm, local.placements, tensor_parallel)
         sharded[id(param)] = replace_parameter(param, local, info), info
     for param in ignored.values():
         param.simple_fsdp_ignored = True  # type: ignore[attr-defined]
@@ -226,12 +228,14 @@ def simple_fsdp(
         _move_buffers(model, mesh.device_type)
     _shard_modules(model, sharded, mp_policy)
     for fqn, info in known.items():
-        if info.fqn in info.model.initial_weights:
-            sharded_model.initial_weights[fqn] = info.model.initial_weights.pop(info.fqn)
-    groups = tuple(group for group in (shard_group, replica_group) if group is not None)
-    sharded_model.initial_weights.update(digests(samples, groups))
+        if info.fqn in info.model.uncompared:
+            sharded_model.uncompared[fqn] = info.model.uncompared.pop(info.fqn)
+    sharded_model.uncompared.update(facts(made, samples))
     if isinstance(model, ShardedModule):
+        if model._simple_fsdp.model is None:
+            model.register_load_state_dict_post_hook(tie_again)
         model._simple_fsdp.model = sharded_model
+    compare_before_steps()
     return model
 
 
@@ -290,7 +294,7 @@ def _move_buffers(model: nn.Module, device_type: str) -> None:
 def _placements(
     fqn: str, param: nn.Parameter, mode: str, shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None
 ) -> tuple[Placement, ...]:
-    """On each dimension of the mesh."""
+    """Return the placement of a parameter on each dimension of the mesh."""
     chosen = None
     if shard_placement_fn is not None:
         chosen = check_placement(fqn, param, shard_placement_fn(param))

@@ -1,4 +1,6 @@
+import functools
 import os
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -6,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from tests.ranks import Ranks, be_frugal, fake_group
 
@@ -45,6 +48,49 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if {"two_ranks", "four_ranks"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.ranks)
+        if not _marks(item) & {"slow", "ranks", "subprocess", "compile"}:
+            item.add_marker(pytest.mark.unit)
+
+
+def _marks(item: pytest.Item) -> set[str]:
+    return {mark.name for mark in item.iter_markers()}
+
+
+_costs: Counter[str] = Counter()
+"""How often this process has called ``torch.compile``, and started another process that is no compiler."""
+
+
+def _count_processes(event: str, arguments: tuple[Any, ...]) -> None:
+    """Count forks and processes of Python's, not those of compilers and of TorchInductor's ``python -c``.
+
+    Whichever test needs a library in C++ first builds it.
+    """
+    runs_python = event == "subprocess.Popen" and [*arguments[1]][:1] == [sys.executable] and arguments[1][1] != "-c"
+    if event == "os.fork" or runs_python:
+        _costs["subprocess"] += 1
+
+
+def _counted(compile_: Any) -> Any:
+    @functools.wraps(compile_)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        _costs["compile"] += 1
+        return compile_(*args, **kwargs)
+
+    return counted
+
+
+sys.addaudithook(_count_processes)
+torch.compile = _counted(torch.compile)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a unit test that calls ``torch.compile`` or starts a process: its marks must say so."""
+    before = _costs.copy()
+    result = yield
+    if "unit" in _marks(item) and (found := _costs - before):
+        pytest.fail(f"a test that is not marked as {' and '.join(found)}: {dict(found)} calls")
+    return result
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
@@ -62,7 +108,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take what a worker left out; all workers collect, and leave out, the same tests."""
+    """Take the number of left out tests from a worker; all workers collect, and leave out, the same tests."""
     if left_out := getattr(node, "workeroutput", {}).get("left_out"):
         node.config.stash[_LEFT_OUT] = Counter(left_out)
 

@@ -23,7 +23,8 @@ its groups have; ranks in other rows of a mesh would not hear of a difference in
 each of N ranks would ask the store, which is one process, for N keys.
 ``now/<rank>``: the digest that the rank is waiting for. Two ranks that wait for each other with different digests would
 wait forever: that is a mismatch, found at once.
-``failed/<rank>``: why the rank gave up, when, and with what digest; a failure that was read before is an old one.
+``failed/<rank>``: the reason for which the rank gave up, when, and with what digest; a failure that was read before is
+an old one.
 """
 
 import hashlib
@@ -47,13 +48,16 @@ from torch.fx import Graph
 from inductor_passes.ops.pack import LIBRARY
 from inductor_passes.runtime.graph_dump import Report, restore_report
 from inductor_passes.runtime.record import Record
-from inductor_passes.torch_compat.distributed import default_store, group_ranks, is_single_process_group
+from inductor_passes.torch_compat.distributed import (
+    default_store,
+    group_ranks,
+    group_timeout_s,
+    is_single_process_group,
+)
 from inductor_passes.torch_compat.fx import has_side_effect
 
 log = logging.getLogger("simplefsdp")
 
-DEADLINE_S = 1800.0
-"""Seconds to wait for a rank that has not come, gloo's own default for collectives: it may still be compiling."""
 _PATIENCE_S = 60.0
 """Seconds between warnings that a rank is waited for."""
 _SHUTDOWN_GRACE_S = 10.0
@@ -149,11 +153,11 @@ def add_record(graph: Graph, record: Record, report: Report | None = None) -> bo
     """
     if not any(one.fqns for one in record.issued):
         return False
-    kept = replace(record, report=report.packed()) if report is not None else record
+    content = replace(record, report=report.packed()) if report is not None else record
     first = next(node for node in graph.nodes if node.op != "placeholder")
     given = next(n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta["val"], Tensor))
     with graph.inserting_before(first):
-        node = graph.call_function(AGREE, (given, kept.to_json()))
+        node = graph.call_function(AGREE, (given, content.to_json()))
     node.meta["val"] = given.meta["val"].new_empty(0)
     graph.lint()
     return True
@@ -162,22 +166,32 @@ def add_record(graph: Graph, record: Record, report: Report | None = None) -> bo
 def compare(lines: Mapping[str, Sequence[str]], deadline_s: float | None = None, subject: Subject = GRAPHS) -> None:
     """Meet the ranks of each process group (by name) at the store; see [Note: rendezvous at the store].
 
+    Args:
+        deadline_s: seconds to wait for a rank that has not come; ``None``: the shortest timeout of the process groups.
+
     Raises:
         RuntimeError: the lines of one of the ranks are others, or it does not come before the deadline.
     """
     groups: dict[Ranks, list[str]] = {}
+    timeouts: list[float] = []
     for name, content in lines.items():
         ranks = tuple(group_ranks(name))
         if len(ranks) > 1 and not is_single_process_group(name):
             groups.setdefault(ranks, []).extend(content)  # several groups may have the same ranks
+            timeouts.append(group_timeout_s(name))
     if groups:
         world = _world()
         if subject.every_time:
             world.comparisons.update(groups.keys())
             groups = {ranks: [f"comparison {world.comparisons[ranks]}", *content] for ranks, content in groups.items()}
         records = {ranks: "\n".join(content) for ranks, content in groups.items()}
-        seconds = DEADLINE_S if deadline_s is None else deadline_s
+        seconds = min(timeouts) if deadline_s is None else deadline_s
         _Meeting(records, dist.get_rank(), world, default_store(), seconds, subject).hold()
+
+
+def agreed_stores() -> dict[Ranks, Any]:
+    """Return the parts of the store at which this rank has met others, by the ranks of the process group."""
+    return dict(_world().rendezvous_of)
 
 
 def forget_failures() -> None:
@@ -317,7 +331,7 @@ class _Meeting:
             failure = json.loads(failed)
             theirs = failure["digest"]
             if theirs == mine:
-                raise _Disagreement(f"rank {rank} gave up: {failure['why']}")
+                raise _Disagreement(f"rank {rank} gave up: {failure['reason']}")
         if theirs != mine and not rendezvous.check([f"{theirs}/came/{self.me}"]):
             raise _Disagreement(_difference(self.records[ranks], _get(rendezvous, theirs), self.me, rank, self.subject))
 
@@ -337,7 +351,7 @@ class _Meeting:
             return False
         rendezvous, known = self.world.rendezvous_of[ranks], self.world.known_failures
         if self._announces_first(ranks, "failed"):
-            failure = {"why": reason, "digest": self.digests[ranks], "when": time.time_ns()}
+            failure = {"reason": reason, "digest": self.digests[ranks], "when": time.time_ns()}
             rendezvous.set(f"failed/{self.me}", json.dumps(failure))
         keys = [key for key in _keys("failed", ranks) if key != f"failed/{self.me}"]
         failures = [value.decode() for value in rendezvous.multi_get(keys)] if rendezvous.check(keys) else []
@@ -356,10 +370,10 @@ def _digest(text: str) -> str:
 
 
 def _difference(mine: str, theirs: str, me: int, rank: int, subject: Subject) -> str:
-    here, there = mine.split("\n"), theirs.split("\n")
+    here, other_lines = mine.split("\n"), theirs.split("\n")
     end: Any = "nothing more"
-    i = next(i for i, pair in enumerate(zip([*here, end], [*there, end], strict=False)) if pair[0] != pair[1])
-    found, other = (repr(lines[i]) if i < len(lines) else end for lines in (here, there))
+    i = next(i for i, pair in enumerate(zip([*here, end], [*other_lines, end], strict=False)) if pair[0] != pair[1])
+    found, other = (repr(lines[i]) if i < len(lines) else end for lines in (here, other_lines))
     return (
         f"ranks {me} and {rank} {subject.differ}. The first difference: on rank {me} {found}, on rank {rank} {other}"
         + (f". {subject.remedy}" if subject.remedy else "")

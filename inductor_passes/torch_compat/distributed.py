@@ -29,6 +29,17 @@ def is_single_process_group(name: str) -> bool:
     return torch.distributed.get_backend(_group(name)) in ("fake", "rehearsal")
 
 
+def group_timeout_s(name: str) -> float:
+    """Return the seconds for which the process group called ``name`` waits for a rank; gloo's default if it says none.
+
+    All backends that torch brings keep the ``timeout`` of ``init_process_group`` and ``new_group`` in their options.
+    """
+    group = _group(name)
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout = getattr(options, "_timeout", None) or torch.distributed.distributed_c10d.default_pg_timeout
+    return float(timeout.total_seconds())
+
+
 def issues_groups(name: str) -> bool:
     """Return whether the process group called ``name`` issues coalesced collectives together, and copies nothing.
 

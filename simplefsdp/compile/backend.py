@@ -32,9 +32,9 @@ from inductor_passes.torch_compat.inductor import (
 from simplefsdp.compile.context import compilation_context, source_hash
 from simplefsdp.compile.options import PASS_SLOTS, Options, parse_options
 from simplefsdp.compile.passes import Passes, direction_of
+from simplefsdp.frontend.compare_sharding import compare_sharding
 from simplefsdp.frontend.eager_resharding import CHANGED_WHILE_UNSHARDED
 from simplefsdp.frontend.encoded_collectives import encoded_by_passes
-from simplefsdp.frontend.initial_weights import compare_initial_weights
 from simplefsdp.frontend.sharding import unshard
 from simplefsdp.hardware.profile import HardwareProfile
 
@@ -50,7 +50,7 @@ def simplefsdp(
     if torch.is_grad_enabled():  # Dynamo also traces the call of the model, which would have compared them.
         infos = (getattr(value, "simple_fsdp_info", None) for value in example_inputs)
         for model in dict.fromkeys(info.model for info in infos if info is not None):
-            compare_initial_weights(model)
+            compare_sharding(model, None)
     passes = Passes(compilation_context(example_inputs, parsed, [node.name for node in gm.graph.nodes]))
     if parsed.lower_with == "aot_eager":
         if parsed.inductor:

@@ -145,12 +145,17 @@ def profile_of(options: Options, device: torch.device | None) -> HardwareProfile
     if isinstance(profile, HardwareProfile):
         return profile
     if profile is None and options.plan in SEARCHED_PLANS and device is not None:
-        ranks = dist.get_world_size()
-        profile = cached_profile_path(device, ranks) or measure_on_first_use(device, ranks)
+        ranks, reason = dist.get_world_size(), ""
+        try:
+            profile = cached_profile_path(device, ranks) or measure_on_first_use(device, ranks)
+        except OSError as error:
+            reason = f" (no profile can be cached: {error})"
         if profile is None and device.type == "cuda":
             profile = name_for(torch.cuda.get_device_name(device), ranks)
             if profile is not None:
                 _say_what_is_built_in(profile)
+        if profile is None and options.plan == "auto" and options.memory_budget is None and dist.get_rank() == 0:
+            _say_what_auto_is(reason)
     if profile is None:
         return None
     return built_in(profile) if isinstance(profile, str) and is_built_in(profile) else load_profile(profile)
@@ -178,8 +183,6 @@ def requested(
     if plan == "greedy" or budget is not None:
         asked = "'plan'='greedy'" if plan == "greedy" else "'memory_budget'"
         raise ValueError(f"option {asked}: needs option 'profile', or {_CALIBRATE} before")
-    if plan == "auto":
-        _say_what_auto_is()
     if plan in _PLANS:
         return BLOCK
     return BucketPlan.load(plan)
@@ -191,8 +194,9 @@ def _say_what_is_built_in(name: str) -> None:
 
 
 @functools.cache
-def _say_what_auto_is() -> None:
+def _say_what_auto_is(reason: str) -> None:
     log.warning(
-        "plan='auto' means 'block' without option 'profile', or %s before; options={'plan': 'block'} silences this",
+        "plan='auto' means 'block' without option 'profile', or %s before%s; options={'plan': 'block'} silences this",
         _CALIBRATE,
+        reason,
     )

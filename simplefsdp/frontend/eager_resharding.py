@@ -34,7 +34,8 @@ from inductor_passes.torch_compat.autograd import (
     without_dispatch_modes,
 )
 from inductor_passes.torch_compat.dtensor import DTensorSpec
-from simplefsdp.frontend.sharding import Communication, ShardedParameter, all_gather, gather, unsharded_proxy
+from simplefsdp.frontend.eager_order import note_gather, note_reduction
+from simplefsdp.frontend.sharding import ShardedParameter, all_gather, gather, unsharded_proxy
 
 _Key = tuple[int, bool, bool, int]
 
@@ -131,9 +132,9 @@ checkpoint = _Checkpoint()
 class _RegatheredWeight:
     """A weight that is gathered again in backward."""
 
-    def __init__(self, param: DTensor, comm: Communication, fqn: str):
-        self.param, self.comm, self.fqn = param, comm, fqn
-        self.dtype = comm.param_dtype or param.dtype
+    def __init__(self, param: DTensor, info: ShardedParameter):
+        self.param, self.info = param, info
+        self.dtype = info.communication.param_dtype or param.dtype
         self.versions = _versions(param)
         self.saved = self.unused = 0
         self.full: Tensor | None = None
@@ -141,13 +142,14 @@ class _RegatheredWeight:
     def get(self) -> Tensor:
         if _versions(self.param) != self.versions:
             raise RuntimeError(
-                f"{self.fqn}: was changed between forward and backward, which needs the weight that forward used; "
+                f"{self.info.fqn}: was changed between forward and backward, which needs the weight that forward used; "
                 "call backward before changing parameters"
             )
         full = self.full
         if full is None:
+            note_gather(self.info)
             with torch.no_grad():
-                full = all_gather(self.param._local_tensor, self.comm)
+                full = all_gather(self.param._local_tensor, self.info.communication)
             if not in_backward():  # somebody inspects the graph
                 return full
             self.full, self.unused = full, self.saved
@@ -286,6 +288,7 @@ def _drop_held() -> None:
 @temporarily_clear_interpreter_stack()  # of torch.func: the weight is the same for all of its levels
 def _gather(param: DTensor, info: ShardedParameter, outermost: _Outermost, proxy: Tensor | None) -> Tensor:
     comm = info.communication
+    note_gather(info)
     if not (torch.is_grad_enabled() and param.requires_grad):
         full = all_gather(param._local_tensor, comm)
     else:
@@ -294,10 +297,11 @@ def _gather(param: DTensor, info: ShardedParameter, outermost: _Outermost, proxy
         if proxy is None:
             with without_dispatch_modes():  # selective checkpointing would count what its recomputation need not do
                 proxy = outermost.proxies[id(param)] = unsharded_proxy(param, comm)
+                proxy.register_hook(lambda _gradient: note_reduction(info))
         full = gather(param, comm, proxy)
     storage = full.untyped_storage()
     if comm.reshard_after_forward and storage._cdata != param._local_tensor.untyped_storage()._cdata:
-        again = outermost.weights.setdefault(id(param), _RegatheredWeight(param, comm, info.fqn))
+        again = outermost.weights.setdefault(id(param), _RegatheredWeight(param, info))
         outermost.storages[storage._cdata] = StorageWeakRef(storage), again, _version(full)
     return full
 

@@ -28,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from inductor_passes.ops.accumulate import offer, received, restore, withdraw
 from inductor_passes.torch_compat.autograd import after_backward
 from inductor_passes.torch_compat.dtensor import dtensor
+from simplefsdp.frontend.eager_order import note_reduction
 from simplefsdp.frontend.sharding import ShardedParameter, all_reduce_max, reduce_coalesced, reduction_dtype
 
 
@@ -88,7 +89,7 @@ def reduce_in_next_backward(found: list[ShardedAttribute]) -> None:
 
 def reduce_now(found: list[ShardedAttribute]) -> None:
     """Reduce what was added up, and go on adding up. A collective: every rank must call it."""
-    _reduce(_once([(each, each.proxy) for each in found if each.proxy is not None]))
+    _reduce(_distinct([(each, each.proxy) for each in found if each.proxy is not None]))
 
 
 class _LastBackward:
@@ -97,7 +98,7 @@ class _LastBackward:
     def __init__(self, found: list[ShardedAttribute]):
         self.found = [(each, proxy) for each in found if (proxy := each.proxy) is not None]
         self.hooks: dict[int, list[Any]] = {}
-        for each, proxy in _once(self.found):
+        for each, proxy in _distinct(self.found):
             hooks = self.hooks[id(proxy)] = []
             if proxy.requires_grad:  # called too where the gradient is None, as it has been taken
                 hooks.append(proxy.register_post_accumulate_grad_hook(self._came))
@@ -120,7 +121,7 @@ class _LastBackward:
         after_backward(self._finish)  # each time: a backward that raises calls none of them
 
     def _finish(self) -> None:
-        ended = _once(self.found)
+        ended = _distinct(self.found)
         for each, proxy in self.found:
             each.proxies.pop(each.name, None)
             each.ending.pop(each.name, None)
@@ -190,7 +191,7 @@ def _proxy(each: ShardedAttribute) -> Tensor:
     return leaf.requires_grad_(dtype.is_floating_point or dtype.is_complex)
 
 
-def _once(members: list[tuple[ShardedAttribute, Tensor]]) -> list[tuple[ShardedAttribute, Tensor]]:
+def _distinct(members: list[tuple[ShardedAttribute, Tensor]]) -> list[tuple[ShardedAttribute, Tensor]]:
     """Return each proxy once, with one of the attributes that hold its parameter."""
     return list({id(proxy): (each, proxy) for each, proxy in members}.values())
 
@@ -204,6 +205,7 @@ def _add_reduced(members: list[tuple[ShardedAttribute, Tensor]]) -> None:
     full = []
     for each, proxy in members:
         whole, proxy.grad = torch.zeros_like(proxy) if proxy.grad is None else proxy.grad, None
+        note_reduction(each.info)
         full.append((whole, each.info.communication, each.param._local_tensor))
     with torch.no_grad():
         for (each, _), local in zip(members, reduce_coalesced(full), strict=True):

@@ -48,7 +48,7 @@ class sharded_init(TorchDispatchMode):
         if func is torch.ops.aten.new_empty.default:  # to be filled, worked on, and copied
             return whole(args[1])
         if func is torch.ops.aten.copy_.default and not isinstance(args[1], DTensor):
-            return _keep(target, args[1].expand(target.shape))
+            return _copy_own_part(target, args[1].expand(target.shape))
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         in_place = func._schema.is_mutable
@@ -56,10 +56,10 @@ class sharded_init(TorchDispatchMode):
         if not pure or any(isinstance(arg, Tensor) for arg in args[1:]):
             raise RuntimeError(f"{func}: depends on the values of a shard; in sharded_init() only pure draws are right")
         drawn = func(whole(target.shape), *args[1:], **kwargs)
-        return _keep(target, drawn) if in_place else drawn
+        return _copy_own_part(target, drawn) if in_place else drawn
 
 
-def _keep(target: DTensor, full: Tensor) -> DTensor:
+def _copy_own_part(target: DTensor, full: Tensor) -> DTensor:
     """Copy this rank's part of ``full`` into ``target``."""
     if not all(isinstance(p, Shard | Replicate | StridedShard) for p in target.placements):
         raise RuntimeError(f"found a DTensor placed as {target.placements}; expected shards or replicas")

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_map_only
 
 from inductor_passes.torch_compat.dynamo import get_eval_frame_callback, skip_code
 from simplefsdp.frontend import eager_resharding
+from simplefsdp.frontend.compare_sharding import compare_sharding
 from simplefsdp.frontend.fsdp_methods import FSDPMethods
-from simplefsdp.frontend.initial_weights import compare_initial_weights
 from simplefsdp.frontend.initialization import sharded_init
 from simplefsdp.frontend.sharding import ShardedModel, ShardedParameter, shard, unshard
 
@@ -124,8 +124,8 @@ def _call(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
     if state.children != (children := tuple(map(id, module._modules.values()))):
         _check_children(module)
         state.children = children
-    if state.model is not None and state.model.initial_weights and torch.is_grad_enabled():
-        compare_initial_weights(state.model)
+    if state.model is not None and state.model.uncompared and torch.is_grad_enabled():
+        compare_sharding(state.model, module)
     # Not inside_torch_compile(): Dynamo would see a Python function called from here, and trace it.
     compiled = module._compiled_call_impl is not None or callable(get_eval_frame_callback())
     call = eager_resharding.enter(compiled)
@@ -155,6 +155,23 @@ def attach(module: nn.Module) -> None:
             local = param._local_tensor
             if info.communication.pinned and not (local.is_meta or local.is_pinned()):
                 param._local_tensor = local.pin_memory()
+
+
+def tie_again(root: nn.Module, _incompatible_keys: Any = None) -> None:
+    """Let modules that held one parameter hold one again, after ``load_state_dict(assign=True)`` gave each its own.
+
+    The parameter that was loaded last counts, as it does where values are copied.
+    """
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in root.modules():
+        for name, info in module._simple_fsdp.params.items() if isinstance(module, ShardedModule) else ():
+            holders.setdefault(id(info), []).append((module, name))
+    for tied in holders.values():
+        loaded = [param for module, name in tied if (param := module._parameters[name]) is not None]
+        if len({*map(id, loaded)}) > 1:
+            last = next((param for param in reversed(loaded) if not param.is_meta), loaded[-1])
+            for module, name in tied:
+                module._parameters[name] = last
 
 
 def _apply_where_it_is_kept(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:

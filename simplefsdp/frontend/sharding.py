@@ -119,15 +119,24 @@ def decode(text: str) -> Communication:
     )
 
 
+class Uncompared(NamedTuple):
+    """Facts about a parameter that all ranks of some groups must have in common."""
+
+    sharding: str
+    """How the parameter communicates."""
+    digest: str | None
+    """Digest of the values before they were sharded; ``None``: values are not compared."""
+    groups: tuple[Group, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class ShardedModel:
     """A model given to ``simple_fsdp``, or a deep copy."""
 
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     """FQN and whole shape of each parameter, in registration order."""
-    initial_weights: dict[str, tuple[str, tuple[Group, ...]]] = field(default_factory=dict)
-    """A digest of the values of each parameter before it was sharded, and the groups of ranks that are to have the
-    same, by FQN; empty once the ranks have compared them."""
+    uncompared: dict[str, "Uncompared"] = field(default_factory=dict)
+    """Facts about each parameter, by FQN; empty once the ranks have compared them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,8 +235,8 @@ def to_offload_device(local: DTensor, pinned: bool) -> DTensor:
     """Return the shard on CPU, unless it is on ``meta``."""
     if local.is_meta:
         return local
-    there = local._local_tensor.cpu()
-    return dtensor(there.pin_memory() if pinned else there, local.device_mesh, local.placements, local.shape)
+    on_cpu = local._local_tensor.cpu()
+    return dtensor(on_cpu.pin_memory() if pinned else on_cpu, local.device_mesh, local.placements, local.shape)
 
 
 def _splits(spec: DTensorSpec, dim: int) -> int:
@@ -363,7 +372,7 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     return _c10d.wait_tensor(_c10d.all_reduce(x, "max", group.name))
 
 
-class _Stand(torch.autograd.Function):
+class _UnshardedProxy(torch.autograd.Function):
     """Represents the full weight in the autograd graph, without its memory; its gradient is reduced, once."""
 
     @staticmethod
@@ -407,7 +416,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _GatherAndReduce(torch.autograd.Function):
-    """``to_local``, ``_Stand`` and ``_Gather`` in one, where one read is one gather and one reduction.
+    """``to_local``, ``_UnshardedProxy`` and ``_Gather`` in one, where one read is one gather and one reduction.
 
     Tracing takes most of its time for the operators around collectives.
     """
@@ -429,7 +438,7 @@ def unsharded_proxy(param: DTensor, comm: Communication, adds_up: Tensor | None 
     Args:
         adds_up: the accumulated gradient that is added to the sum (``inductor_passes/ops/accumulate.py``).
     """
-    return _Stand.apply(to_local(param), comm, adds_up)
+    return _UnshardedProxy.apply(to_local(param), comm, adds_up)
 
 
 def gather(param: DTensor, comm: Communication, proxy: Tensor) -> Tensor:

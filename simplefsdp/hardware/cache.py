@@ -43,25 +43,22 @@ def cached_profile_path(device: torch.device, ranks: int) -> Path | None:
 def measure_on_first_use(device: torch.device, ranks: int) -> Path | None:
     """Return the file that ``cached_profile_path`` finds from now on, measuring now if there is none.
 
-    ``None`` unless ``device`` is a CPU, torchrun has started all ``ranks`` on one node, and the cache can be written.
-    The first rank that comes runs the command, for about a minute. Ranks that come meanwhile wait for a file lock, and
-    a rank that never comes is not waited for: no collective runs here.
+    ``None`` unless ``device`` is a CPU, and torchrun has started all ``ranks`` on one node. The first rank that comes
+    runs the command, for about a minute. Ranks that come meanwhile wait for a file lock, and a rank that never comes is
+    not waited for: no collective runs here.
 
     Raises:
         RuntimeError: the command failed.
+        OSError: the cache cannot be written; nothing was measured.
     """
     here = os.environ.get("LOCAL_WORLD_SIZE") == str(ranks) and dist.get_backend() not in ("fake", "rehearsal")
     if device.type != "cpu" or ranks == 1 or not here:
         return None
     path = cache_path(device, ranks)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):
-            if not path.exists():
-                _measure_in_own_processes(path, ranks)
-    except OSError as error:
-        log.warning("calibrate: no profile can be cached in %s: %s", path.parent, error)
-        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        if not path.exists():
+            _measure_in_own_processes(path, ranks)
     return path
 
 

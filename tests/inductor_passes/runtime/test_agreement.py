@@ -23,7 +23,7 @@ PLANTED = {
     "plan": r"'plan (block|none)', on rank \d 'plan (block|none)'",
     "prefetch": r"plan manual_plan\(\['\*'\], prefetch=[01]\)",
     "option": r"inductor epilogue_fusion=(True|False)",
-    "model": r"'parameter 1.weight: .*shape=\(\d+, 6\)",
+    "model": r"'sharding of 1.weight: shape=\(\d, 6\)",
     "frozen": r"'parameter 1.bias: torch.float32 (trained|frozen)",
     "torch": r"'torch (2.13.99|.*)', on rank",
 }

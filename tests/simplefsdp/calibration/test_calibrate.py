@@ -1,5 +1,6 @@
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,12 +17,14 @@ from simplefsdp import simple_fsdp
 from simplefsdp.analysis.prediction import Prediction
 from simplefsdp.calibration import calibrate
 from simplefsdp.cli import main as cli
+from simplefsdp.compile.options import parse_options, profile_of
 from simplefsdp.hardware import cache
 from simplefsdp.hardware.profile import load_profile, network
 from tests.models import PROFILE, batch, tiny_llama
 from tests.ranks import METHOD
 
 
+@pytest.mark.compile
 def test_the_command_measures_this_device_and_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,8 +127,13 @@ def test_where_nothing_can_be_kept_nothing_is_measured_and_a_failure_is_an_error
         cache.measure_on_first_use(cpu, 2)
     (tmp_path / "a file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
-    assert cache.measure_on_first_use(cpu, 2) is None
-    assert "no profile can be cached" in caplog.text
+    for rank in (0, 1):
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        for _ in range(2):
+            assert profile_of(parse_options({"plan": "auto"}), cpu) is None
+    (warning,) = (message for message in caplog.messages if message.startswith("plan='auto'"))
+    assert re.search(r"before \(no profile can be cached: .*a file", warning)
 
 
 if __name__ == "__main__":

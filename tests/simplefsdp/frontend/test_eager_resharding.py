@@ -52,8 +52,8 @@ def test_full_weights_are_freed_between_forward_and_backward_as_with_fsdp2() -> 
     assert alive_after_forward(per_layer_fsdp2(mlp())) == activations
     # The first weight is not needed in backward.
     assert alive_after_forward(simple_fsdp(mlp(), reshard_after_forward=False)) == activations + 3 * WHOLE
-    kept = simple_fsdp(mlp(), reshard_after_forward={"1.*": False})
-    assert alive_after_forward(kept) == activations + WHOLE
+    unsharded = simple_fsdp(mlp(), reshard_after_forward={"1.*": False})
+    assert alive_after_forward(unsharded) == activations + WHOLE
 
 
 @one_of_four
@@ -150,9 +150,9 @@ def test_a_backward_on_another_thread_calls_a_checkpoint_again_and_leaves_no_cal
     with rehearsal.world(4, None):  # whose reductions have values; those of a fake process group may have none
         here = gradient(Tensor.backward)
         calls.clear()
-        there = gradient(on_another_thread)
+        on_a_thread = gradient(on_another_thread)
     assert here.any()
-    assert torch.equal(there, here)
+    assert torch.equal(on_a_thread, here)
     (first, in_checkpoint), (second, again) = calls
     assert first == threading.get_ident() != second
     assert in_checkpoint
@@ -283,6 +283,7 @@ class AssignsData(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.compile
 @one_of_four
 @pytest.mark.parametrize(("kind", "lowering"), [(Clamps, "eager"), (AssignsData, "eager"), (Clamps, "aot_eager")])
 def test_a_weight_changed_in_forward_is_an_error(kind: type[nn.Linear], lowering: str) -> None:

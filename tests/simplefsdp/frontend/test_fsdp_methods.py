@@ -45,6 +45,7 @@ def _unshard() -> None:
     assert isinstance(model[1].up.weight, DTensor)
 
 
+@pytest.mark.compile
 @one_of_four
 def test_resharding_may_be_changed_later() -> None:
     model = simple_fsdp(tiny_llama(layers=2))
@@ -69,6 +70,7 @@ def test_bad_settings_are_named() -> None:
         model.set_reshard_after_forward(2)
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize(

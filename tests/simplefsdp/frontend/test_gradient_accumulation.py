@@ -30,6 +30,7 @@ from tests.watch import Watch
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_the_graph_that_ends_it_has_the_buckets_of_one_without() -> None:
     found = []
@@ -58,6 +59,7 @@ def test_the_graph_that_ends_it_has_the_buckets_of_one_without() -> None:
         assert cost.seconds[node] == PROFILE.launch_s + PROFILE.memory_s(gradient + 2 * nbytes)
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_an_accumulation_that_goes_on_is_not_ended() -> None:
     model: Any = simple_fsdp(nn.Linear(8, 8))
@@ -67,6 +69,7 @@ def test_an_accumulation_that_goes_on_is_not_ended() -> None:
         assert len(graphs.nodes(captured.backward, graphs.REDUCE_SCATTER)) == reductions
 
 
+@pytest.mark.compile
 def test_a_rehearsed_step_of_micro_batches_reduces_with_the_last() -> None:
     def wrap(model: nn.Module, parallelism: Parallelism) -> Any:
         return lowered(simple_fsdp(model, parallelism.mesh), "aot_eager")
@@ -185,7 +188,7 @@ def _for_its_inputs(model: Any, forward: Any, inputs: list[Tensor]) -> None:
 
 
 def _that_fails(model: Any, forward: Any, inputs: list[Tensor]) -> None:
-    """Nor does one that fails before they have theirs."""
+    """Run a backward that fails before the parameters have their gradients."""
     _loss(forward, inputs[0]).backward()
     model.set_requires_gradient_sync(True)
     hooks = [param.register_hook(_fail) for param in model.parameters()]
@@ -203,7 +206,7 @@ def _fail(_gradient: Tensor) -> None:
 
 
 def _with_hooks_on_what_is_saved(model: Any, forward: Any, inputs: list[Tensor]) -> None:
-    """The graph is given copies."""
+    """Run a backward whose graph is given copies of what was saved, by hooks."""
     _loss(forward, inputs[0]).backward()
     _loss(forward, inputs[1]).backward()
     model.set_requires_gradient_sync(True)

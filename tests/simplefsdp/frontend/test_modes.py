@@ -128,6 +128,7 @@ def _kinds(mode: str, lowering: str) -> None:
         assert mode == "hybrid_shard" or param.placements == (Replicate(),)
 
 
+@pytest.mark.compile
 @one_of_four
 @pytest.mark.parametrize("mode", ["hybrid_shard", "replicate"])
 def test_reductions_of_other_modes_are_bucketed_too(mode: str) -> None:
@@ -246,6 +247,7 @@ def _bottom_up(lowering: str) -> None:
     same_bits_as_fsdp2(lambda: apply(simple_fsdp), lambda: apply(fully_shard), lowering, tolerance=tolerance)
 
 
+@pytest.mark.compile
 @one_of_four
 def test_bottom_up_gives_names_and_buckets_of_the_whole() -> None:
     model = tiny_llama(tie_embeddings=True)

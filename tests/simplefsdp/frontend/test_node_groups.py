@@ -111,6 +111,7 @@ def test_torchruns_number_of_ranks_is_that_of_a_node(monkeypatch: pytest.MonkeyP
     assert model.weight.simple_fsdp_info.communication.two_steps is None
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_a_bucket_is_exchanged_inside_a_node_then_between_nodes() -> None:
     captured = capture(_llama(WireFormat(reduce="int8", between_nodes="int4")), batch(0, 0)[0], plan="block")

@@ -8,7 +8,6 @@ import copy
 import math
 from collections.abc import Iterator
 from typing import Any, NoReturn
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.fx import Graph
 
 from inductor_passes.ops.offload import TO_DEVICE, TO_HOST
@@ -25,7 +24,6 @@ from inductor_passes.scheduling.cost_model import cost_graph_of, node_costs
 from inductor_passes.torch_compat.dtensor import dtensor
 from simplefsdp import clip_grad_norm_, sharded_init, simple_fsdp, step_on_shards
 from simplefsdp.analysis.prediction import step_state
-from simplefsdp.frontend.parametrization import _apply_where_it_is_kept
 from tests import graphs
 from tests.compare import lowered
 from tests.models import PROFILE, batch, fsdp2, local, tiny_llama, train
@@ -97,6 +95,7 @@ def tokens() -> Tensor:
     return batch(0, 0)[0].to(META)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
 def test_a_step_computes_on_the_device_of_the_mesh_and_keeps_nothing_there(
@@ -130,6 +129,7 @@ def test_weights_that_are_read_outside_of_forward_are_there_too(mesh: DeviceMesh
     assert model(torch.ones(2, 4, device=META)).shape == (2, 0)
 
 
+@pytest.mark.compile
 def test_each_shard_is_copied_for_its_gather_and_each_gradient_behind_its_reduction(mesh: DeviceMesh) -> None:
     captured = graphs.capture(offloaded(mesh), tokens(), plan="block")
     parameters = len(list(tiny_llama().parameters()))
@@ -166,6 +166,7 @@ def _above(node: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_whole_copy_is_freed_and_made_again_unless_it_is_to_stay(mesh: DeviceMesh, reshard: bool) -> None:
     model = offloaded(mesh, mode="replicate", reshard_after_forward=reshard)
@@ -181,10 +182,11 @@ def test_a_whole_copy_is_freed_and_made_again_unless_it_is_to_stay(mesh: DeviceM
         assert {node: copied.get(node) for node in again} == {node: node.meta["val"].nbytes for node in again}
 
 
+@pytest.mark.compile
 def test_offloaded_shards_take_no_memory_of_the_device(mesh: DeviceMesh) -> None:
-    kept = simple_fsdp(tiny_llama(), init_device_mesh("cpu", (4,)), mp_policy=BF16)
+    on_device = simple_fsdp(tiny_llama(), init_device_mesh("cpu", (4,)), mp_policy=BF16)
     states, results, peaks = [], [], []
-    for model, inputs in ((kept, batch(0, 0)[0]), (offloaded(mesh), tokens())):
+    for model, inputs in ((on_device, batch(0, 0)[0]), (offloaded(mesh), tokens())):
         states.append(step_state((p.simple_fsdp_info, p.dtype, True) for p in model.parameters()))
         captured = graphs.capture(model, inputs, plan="none")
         found = cost_graph_of(captured.backward, PROFILE, {node.name for node in captured.forward.nodes})
@@ -198,15 +200,27 @@ def test_offloaded_shards_take_no_memory_of_the_device(mesh: DeviceMesh) -> None
 
 
 def test_moving_the_model_leaves_shards_and_gradients_on_cpu() -> None:
+    """``Module.to`` applies such a function through ``_apply``; torch without CUDA has no device to move to."""
+
+    def to_gpu(tensor: Any) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return torch.empty(tensor.shape, device="cuda")
+        moved = torch.empty(tensor._local_tensor.shape, device="cuda")
+        return dtensor(moved, tensor.device_mesh, tensor.placements, tensor.shape)
+
     with fake_group(4):
         mesh = init_device_mesh("cpu", (4,))
         mesh._device_type = "cuda"
         model = simple_fsdp(nn.Linear(8, 8), mesh, offload_policy=OFFLOAD)
-        gradient: Any = model.weight.detach().clone()
-        there = mock.Mock(is_meta=False)
-        assert _apply_where_it_is_kept(lambda _: there, torch.ones(3)) is there
-        for kept in (model.weight, gradient):
-            assert _apply_where_it_is_kept(lambda _: there, kept) is there.cpu()
+        model.register_buffer("scale", torch.ones(2))
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        with FakeTensorMode():
+            model._apply(to_gpu)
+        assert model.scale.device.type == "cuda"
+        for param in model.parameters():
+            assert local(param).device == CPU
+            assert local(param.grad).device == CPU
 
 
 def test_a_shard_on_another_device_cannot_be_assigned() -> None:
@@ -215,10 +229,10 @@ def test_a_shard_on_another_device_cannot_be_assigned() -> None:
         mesh._device_type = "cuda"
         model = simple_fsdp(nn.Linear(8, 8), mesh, offload_policy=OFFLOAD)
         with FakeTensorMode():
-            there = dtensor(torch.empty(2, 8, device="cuda"), mesh, (Shard(0),), model.weight.shape)
+            on_gpu = dtensor(torch.empty(2, 8, device="cuda"), mesh, (Shard(0),), model.weight.shape)
             refused = r"weight: .* of shape \(8, 8\) placed as .* on cuda was assigned .* placed as .* on cpu\."
             with pytest.raises(RuntimeError, match=refused):
-                model.weight = nn.Parameter(there)
+                model.weight = nn.Parameter(on_gpu)
 
 
 def test_made_on_meta_it_is_initialised_and_loaded_on_cpu() -> None:

@@ -89,7 +89,7 @@ def _contexts(sizes: tuple[int, int], lowering: str) -> None:
 
 
 class Experts(nn.Module):
-    """(experts, tokens, DIM) to the same; of tensors that are dealt out, this rank's experts."""
+    """Map (experts, tokens, DIM) to the same shape, by a matrix an expert; sharded weights are this rank's experts."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -159,6 +159,7 @@ def _experts(lowering: str) -> None:
         compare_gradients(model, plain)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("plan", ["block", "auto"])
 def test_each_mesh_has_buckets_of_its_own_and_tokens_travel_as_they_did(plan: str) -> None:
     with rehearsal.world(8, PROFILE.network):
@@ -169,8 +170,8 @@ def test_each_mesh_has_buckets_of_its_own_and_tokens_travel_as_they_did(plan: st
         joint = [str(node.target) for node in captured.joint.nodes if is_collective(node) and FQNS not in node.meta]
     gathered: list[set[bool]] = []
     own = []
-    for half in (captured.forward, captured.backward):
-        for node in filter(is_collective, half.nodes):
+    for graph in (captured.forward, captured.backward):
+        for node in filter(is_collective, graph.nodes):
             if node.args[-1] == exchange:
                 own.append(str(node.target))
                 assert FQNS not in node.meta

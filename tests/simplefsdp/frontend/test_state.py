@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -144,9 +145,38 @@ def _load(kind: str, assign: bool) -> None:
     assert_same(model.state_dict(), expected, tolerance=0)
     assert list(state) == list(expected), "the caller's dict is not changed"
     for lowering in ("eager", "aot_eager"):
-        # As in torch, what is assigned is no longer tied.
-        build = functools.partial(_loaded, expected, assign=assign)
+        build = functools.partial(_loaded, expected)
         same_steps(build, lowering, wrap=lambda plain: _loaded(plain.state_dict(), shard=True, assign=assign))
+
+
+def _assigned(model: Any, state: dict[str, Tensor]) -> Any:
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def _assigned_below_a_module_of_torch_compile(model: Any, state: dict[str, Tensor]) -> Any:
+    torch.compile(model).load_state_dict({f"_orig_mod.{name}": value for name, value in state.items()}, assign=True)
+    return model
+
+
+def _set_by_torch(model: Any, state: Any) -> Any:
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False))
+    return model
+
+
+@pytest.mark.compile
+@one_of_four
+@pytest.mark.parametrize("load", [_assigned, _assigned_below_a_module_of_torch_compile, _set_by_torch])
+def test_a_tied_model_on_meta_is_tied_when_it_is_loaded(load: Callable[[Any, dict[str, Tensor]], Any]) -> None:
+    state = {name: value.clone() for name, value in zoo.build("tied").state_dict().items()}
+    with torch.device("meta"):
+        model = simple_fsdp(zoo.build("tied"))
+    before = {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)}
+    names = {frozenset(name for name in before if before[name] == same) for same in before.values()}
+    assert any(len(tied) > 1 for tied in names)
+    loaded = {name: id(param) for name, param in load(model, state).named_parameters(remove_duplicate=False)}
+    assert {frozenset(name for name in loaded if loaded[name] == same) for same in loaded.values()} == names
+    assert not any(param.is_meta for param in model.parameters())
 
 
 def _loaded(state: dict[str, Any], shard: bool = False, assign: bool = False) -> nn.Module:

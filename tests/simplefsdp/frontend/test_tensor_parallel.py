@@ -157,6 +157,7 @@ def _loss_parallel_outside(lowering: str) -> None:
         assert torch.equal(local(one.grad), local(other.grad)), name
 
 
+@pytest.mark.compile
 def test_no_rank_has_whole_logits_where_the_loss_is_parallel() -> None:
     with rehearsal.world(8, PROFILE.network), loss_parallel():
         mesh = mesh_of(4, 2)
@@ -234,6 +235,7 @@ def _accumulate(lowering: str) -> None:
         torch.testing.assert_close(param.grad.to_local(), other.grad.to_local())
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("plan", ["block", "auto"])
 def test_its_own_collectives_are_left_where_they_are(plan: str) -> None:
     with rehearsal.world(8, PROFILE.network):
@@ -246,9 +248,9 @@ def test_its_own_collectives_are_left_where_they_are(plan: str) -> None:
         return [node for node in graph.nodes if is_collective(node) and node.args[-1] == groups[group]]
 
     own, after = those_of(captured.joint, "tp"), []
-    for half in (captured.forward, captured.backward):
-        after += those_of(half, "tp")
-        assert all(FQNS in node.meta for node in those_of(half, "dp"))
+    for graph in (captured.forward, captured.backward):
+        after += those_of(graph, "tp")
+        assert all(FQNS in node.meta for node in those_of(graph, "dp"))
     assert not any(FQNS in node.meta for node in after)
     assert len(own) >= 12
     # Recomputed ones are there twice; the others as often and in the same order as before.
@@ -260,6 +262,7 @@ def test_its_own_collectives_are_left_where_they_are(plan: str) -> None:
     }
 
 
+@pytest.mark.compile
 def test_gradients_summed_over_both_meshes_are_reduced_over_both() -> None:
     """In a model that is replicated over one dimension, the norms' gradients are all-reduced over ``tp``, then ``dp``:
     the first is the model's own."""

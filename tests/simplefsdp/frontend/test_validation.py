@@ -225,6 +225,7 @@ class KeepsAView(nn.Module):
 
 @pytest.mark.usefixtures("one_of_four")
 class TestModules(expecttest.TestCase):
+    @pytest.mark.compile
     def test_modules_that_cannot_be_sharded_are_refused(self) -> None:
         modules: list[Any] = [
             torch.jit.script(nn.Linear(2, 8)),

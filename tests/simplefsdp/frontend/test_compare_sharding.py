@@ -1,4 +1,4 @@
-"""Ranks that have sharded different values are told before they train on a mixture of them."""
+"""Ranks that have sharded different models are told before they train on a mixture of them, or hang."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from inductor_passes.runtime.agreement import forget_failures
 from simplefsdp import simple_fsdp
 from tests.ranks import Ranks
 
-DIFFER = "have sharded different initial weights, and would train on a mixture of them. The first difference: "
+DIFFER = "have sharded different models, and would train on a mixture of them. The first difference: "
 
 
 def model(seed: int) -> nn.Module:
@@ -69,7 +70,52 @@ def test_a_difference_is_an_error_on_all_ranks(two_ranks: Ranks, build: Callable
     told = two_ranks.run(_told, build)
     for me, other in ((0, 1), (1, 0)):
         assert f"ranks {me} and {other} {DIFFER}on rank {me} 'initial value of 1.weight: " in told[me]
-        assert "check_initial_weights=False) takes them as they are" in told[me]
+        assert "check_initial_weights=False) takes values as they are" in told[me]
+
+
+def turned(other: int) -> Callable[..., Any]:
+    """A model whose last weight has its dims exchanged on one rank: as many elements, in other places."""
+    whole: Any = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+    whole[1].extra = nn.Parameter(torch.ones((4, 6) if other else (6, 4)))
+    return simple_fsdp(whole, check_initial_weights=False)
+
+
+def of_another_policy(other: int) -> Callable[..., Any]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32 if other else torch.bfloat16)
+    return simple_fsdp(model(0), mp_policy=policy)
+
+
+def partly_frozen(other: int) -> Callable[..., Any]:
+    sharded: Any = simple_fsdp(model(0))
+    sharded[1].weight.requires_grad_(not other)
+    return sharded
+
+
+def on_meta_divided_by_another_factor(other: int) -> Callable[..., Any]:
+    with torch.device("meta"):
+        whole = model(0)
+    sharded: Any = simple_fsdp(whole, gradient_divide_factor=1.0 if other else 4.0)
+    sharded.to_empty(device="cpu")
+    return sharded
+
+
+SHARDED_OTHERWISE = {
+    turned: ("sharding of 1.extra: shape=(6, 4), dim=0", "sharding of 1.extra: shape=(4, 6), dim=0"),
+    of_another_policy: ("reduce_dtype=torch.bfloat16", "reduce_dtype=torch.float32"),
+    partly_frozen: ("1.weight is trained", "1.weight is frozen"),
+    on_meta_divided_by_another_factor: ("divide_factor=4.0", "divide_factor=1.0"),
+}
+
+
+@pytest.mark.parametrize("build", SHARDED_OTHERWISE)
+def test_another_sharding_is_an_error_on_all_ranks(two_ranks: Ranks, build: Callable[[int], Any]) -> None:
+    lines = SHARDED_OTHERWISE[build]
+    told = two_ranks.run(_told, build)
+    for me, other in ((0, 1), (1, 0)):
+        assert f"ranks {me} and {other} {DIFFER}on rank {me} '" in told[me]
+        mine, theirs = told[me].partition("The first difference: ")[2].split(f", on rank {other} ")
+        assert lines[me] in mine
+        assert lines[other] in theirs
 
 
 def _goes_on(check: Any) -> None:

@@ -1,0 +1,128 @@
+"""Ranks whose eager code issues different collectives are told before an optimizer steps."""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+
+from inductor_passes.runtime.agreement import agreed_stores
+from simplefsdp import simple_fsdp
+from simplefsdp.frontend.eager_order import compare_order
+from tests.ranks import Ranks
+
+
+class Blocks(nn.Module):
+    """Blocks of one shape, of which each call runs those that are named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, numbers: Sequence[int]) -> Tensor:
+        for number in numbers:
+            x = self.layers[number](x)
+        return x
+
+
+def trainer(**settings: Any) -> tuple[Any, Callable[[Sequence[int]], None]]:
+    model: Any = simple_fsdp(Blocks(), **settings)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+
+    def step(numbers: Sequence[int]) -> None:
+        model(torch.ones(2, 8), numbers).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+def told(step: Callable[[Sequence[int]], None], numbers: Sequence[int]) -> str:
+    try:
+        step(numbers)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def skips_another_block(rank: int) -> str:
+    _, step = trainer()
+    step([0, 1, 2])
+    return told(step, [0, 1 + rank])
+
+
+def runs_blocks_in_another_order(rank: int) -> str:
+    _, step = trainer()
+    return told(step, [[0, 1, 2], [0, 2, 1]][rank])
+
+
+def skips_another_block_in_the_second_micro_batch(rank: int) -> str:
+    model, step = trainer()
+    model(torch.ones(2, 8), [0, 1, 2]).sum().backward()
+    return told(step, [0, 1 + rank])
+
+
+DIFFERENCES = {
+    skips_another_block: (1, "'all-gather of layers.1.weight'", "'all-gather of layers.2.weight'"),
+    runs_blocks_in_another_order: (1, "'all-gather of layers.1.weight'", "'all-gather of layers.2.weight'"),
+    skips_another_block_in_the_second_micro_batch: (
+        9,
+        "'all-gather of layers.1.weight'",
+        "'all-gather of layers.2.weight'",
+    ),
+}
+
+
+def _told_of(way: Callable[[int], str]) -> str:
+    return way(dist.get_rank())
+
+
+@pytest.mark.parametrize("way", DIFFERENCES)
+def test_a_difference_is_an_error_on_all_ranks_before_the_step(two_ranks: Ranks, way: Callable[[int], str]) -> None:
+    number, *issued = DIFFERENCES[way]
+    found = two_ranks.run(_told_of, way)
+    views = [
+        f"ranks {me} and {other} have issued different collectives of parameters since the last step of an optimizer, "
+        f"so gradients are mixtures. The first difference is collective {number}: on rank {me} {issued[me]}, on rank "
+        f"{other} {issued[other]}."
+        for me, other in ((0, 1), (1, 0))
+    ]
+    for text in found:
+        assert text.startswith(tuple(views)), text
+
+
+def _goes_on() -> list[int]:
+    """Train with blocks that are skipped, the same on all ranks; return the numbers of keys of comparisons."""
+    _, step = trainer()
+    for numbers in ([0, 1, 2], [0, 2], [1], [0, 1, 2]):
+        step(numbers)
+    (store,) = agreed_stores().values()
+    dist.barrier()
+    return [store.num_keys()]
+
+
+def test_ranks_that_decide_alike_go_on_and_leave_no_keys_behind(two_ranks: Ranks) -> None:
+    before, after = two_ranks.run(_goes_on)[0], two_ranks.run(_goes_on)[0]
+    assert after[0] - before[0] < 12  # the comparison of two models; 4 steps of each
+
+
+def _waits_in_vain() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    _, step = trainer(mesh=mesh)
+    step([0, 1])
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), mesh.get_group())
+    if dist.get_rank():
+        time.sleep(4)
+        return ""
+    return told(lambda _: compare_order(), [])
+
+
+def test_a_rank_that_does_not_come_to_the_step_is_named(two_ranks: Ranks) -> None:
+    found, _ = two_ranks.run(_waits_in_vain)
+    assert "s, the timeout of the process group, before a step of the optimizer for rank 1, which did not come" in found
