@@ -107,7 +107,7 @@ def shard(args: argparse.Namespace, whole: nn.Module | None, device: torch.devic
 
 
 def tokenizer_of(path: Path) -> Any:
-    """``None`` if there is none."""
+    """Return the tokenizer in the folder of a checkpoint; ``None`` if the folder has none."""
     if not any(file for kind in ("tokenizer*", "vocab*", "*.model") for file in path.glob(kind)):
         return None
     return AutoTokenizer.from_pretrained(path)

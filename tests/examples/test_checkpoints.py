@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -38,6 +39,7 @@ def load(path: Path | None) -> tuple[int, set[float]]:
     return step, {value for tensor in (*model.parameters(), *state) for value in tensor.unique().tolist()}
 
 
+@pytest.mark.subprocess
 def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     random.seed(0)
     for i in range(20):

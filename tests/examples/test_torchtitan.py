@@ -91,7 +91,7 @@ def test_three_steps_are_bitwise_those_of_torchtitans_fsdp2(tmp_path: Path, rank
 
 
 def test_a_checkpoint_of_one_process_is_trained_on(tmp_path: Path) -> None:
-    """On two ranks, within rounding of the process that wrote it."""
+    """Training goes on on two ranks, within rounding of the process that wrote the checkpoint."""
     flags = {"training__mixed_precision_param": "float32"}
     alone = train("theirs", tmp_path / "alone", 1, training__local_batch_size=4, **flags)
     first = Path("checkpoint", "step-1")

@@ -44,7 +44,7 @@ from examples.torchtitan import with_simple_fsdp
 
 
 class NoTokenizer(BaseTokenizer):
-    """The text is tokens already."""
+    """A tokenizer for text that is token numbers already."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
