@@ -30,7 +30,7 @@ SYSTEMS = (BASELINE, "block", "auto", "fsdp2")
 class Scenario(NamedTuple):
     model: str
     layers: Sequence[int]
-    """Whole if there is one number."""
+    """Numbers of blocks that are measured; with one number, that is the whole model."""
     ranks: int
     network: str
     seq: int

@@ -264,17 +264,17 @@ def summary(measured: Mapping[str, Any], label: str) -> str:
     """A row for each system, a column for each scenario: its step divided by ours; then how far we are from L1, and
     what was predicted, divided by what was measured."""
     ratios: dict[str, dict[str, str]] = {}
-    limits: dict[str, dict[str, str]] = {}
+    bounds: dict[str, dict[str, str]] = {}
     for name, found in measured.items():
         results = {result["system"]: result for result in found["results"]}
         for system, result in results.items():
             ratios.setdefault(system, {})[name] = f"{_ratio(result, results[OURS]):.2f}"
         for system in (system for system in (OURS, "auto") if system in results):
-            limits.setdefault(f"T/L1 of {system}", {})[name] = f"{results[system]['step_s'] / bound(found):.2f}"
+            bounds.setdefault(f"T/L1 of {system}", {})[name] = f"{results[system]['step_s'] / bound(found):.2f}"
         for what, ratio in zip(("step", "peak"), _predicted(found, results.get("auto", {"system": ""})), strict=True):
             if ratio:
-                limits.setdefault(f"predicted {what} of auto", {})[name] = f"{ratio:.2f}"
-    rows = {**ratios, **limits}
+                bounds.setdefault(f"predicted {what} of auto", {})[name] = f"{ratio:.2f}"
+    rows = {**ratios, **bounds}
     lines = [f"| {label.split(',')[0]} | {' | '.join(measured)} |", "|" + "---|" * (len(measured) + 1)]
     lines += [f"| {name} | {' | '.join(row.get(column, '-') for column in measured)} |" for name, row in rows.items()]
     return "\n".join(lines)

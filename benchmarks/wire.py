@@ -62,14 +62,14 @@ OVER_NODES = {
 def _narrow() -> Scenario:
     whole = network("cpu-bandwidth")
     (link,) = {*whole.inside.values(), *whole.between.values()}
-    half = flat(
+    narrow = flat(
         "cpu-bandwidth-halved",
         whole.ranks,
         alpha_s=link.alpha_s,
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / 2,
         source="half of cpu-bandwidth",
     )
-    return replace(SCENARIOS["bandwidth"], what="communication takes about twice as long as compute", network=half)
+    return replace(SCENARIOS["bandwidth"], what="communication takes about twice as long as compute", network=narrow)
 
 
 def _nodes() -> Scenario:

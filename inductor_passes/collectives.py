@@ -300,12 +300,12 @@ def _reachable(shard: Node, target: Callable[..., Any]) -> list[Node]:
 
 
 def _merge_gathers(param: GraphParameter, found: list[Node]) -> None:
-    kept: list[Node] = []
+    distinct: list[Node] = []
     for gather in found:
         _mark(gather, param.fqn, param.gather_format)
-        twin = next((other for other in kept if _same_result(other, gather)), None)
+        twin = next((other for other in distinct if _same_result(other, gather)), None)
         if twin is None:
-            kept.append(gather)
+            distinct.append(gather)
             continue
         wait = _wait_of(gather)
         wait.replace_all_uses_with(_wait_of(twin))
@@ -413,14 +413,14 @@ def _reduce_the_sum(gradient: Node, chains: list[_Reduction]) -> tuple[list[Node
     common = min(len(chain.before) for chain in chains)
     while any(_step(chain.before[-k]) != _step(chains[0].before[-k]) for chain in chains for k in range(1, common + 1)):
         common -= 1
-    kept = [(*chain.before[len(chain.before) - common :], *chain.after) for chain in chains]
-    grads = dict(zip(_terms(gradient), (nodes[0].all_input_nodes[0] for nodes in kept), strict=True))
+    separate = [(*chain.before[len(chain.before) - common :], *chain.after) for chain in chains]
+    grads = dict(zip(_terms(gradient), (nodes[0].all_input_nodes[0] for nodes in separate), strict=True))
     with gradient.graph.inserting_before(gradient):
         total = _sum(gradient, grads)
-        copies = {kept[-1][0].all_input_nodes[0]: total}
-        for node in kept[-1]:
+        copies = {separate[-1][0].all_input_nodes[0]: total}
+        for node in separate[-1]:
             copies[node] = gradient.graph.node_copy(node, lambda n: copies.get(n, n))
-    return [copies[node] for node in chains[-1].collectives], copies[kept[-1][-1]]
+    return [copies[node] for node in chains[-1].collectives], copies[separate[-1][-1]]
 
 
 def _sum(node: Node, grads: dict[Node, Node]) -> Node:

@@ -87,11 +87,11 @@ def compile_once(graph: Graph) -> Bodies:
 
 def _share(graph: Graph, runs: Iterable[Run]) -> list[Body]:
     """Replace those of a graph's runs that are alike by calls of one body."""
-    alike: dict[Any, list[Run]] = defaultdict(list)
+    of_key: dict[Any, list[Run]] = defaultdict(list)
     for run in runs:
         if run.key is not None:
-            alike[run.key].append(run)
-    repeated = [calls for calls in alike.values() if len(calls) > 1 and calls[0].operators >= _LEAST_OPERATORS]
+            of_key[run.key].append(run)
+    repeated = [calls for calls in of_key.values() if len(calls) > 1 and calls[0].operators >= _LEAST_OPERATORS]
     module = graph.owning_module
     assert module is not None
     replaced: dict[Node, Node] = {}

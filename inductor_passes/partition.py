@@ -45,16 +45,16 @@ def partition(
         _set_group(reduction.node, (reduction.options[-1], reduction.fqns))
     with opaque_objects_weigh_nothing():
         forward, backward = partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
-    for half in (forward, backward):
-        for shard in half.graph.find_nodes(op="placeholder"):
+    for module in (forward, backward):
+        for shard in module.graph.find_nodes(op="placeholder"):
             if _SOURCE in shard.meta:  # also where nothing gathers it
                 shard.meta["val"] = shard.meta.pop(_SOURCE)
-        for gather in gathers(half.graph):
+        for gather in gathers(module.graph):
             if _SOURCE in gather.node.meta:
                 _unfold(gather.node)
-        for reduction in reductions(half.graph):
+        for reduction in reductions(module.graph):
             _set_group(reduction.node, reduction.options[-1][0])
-        half.graph.lint()
+        module.graph.lint()
     return opaque_objects_last(forward, backward, num_fwd_outputs)
 
 

@@ -54,6 +54,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.subprocess
 def test_every_module_of_the_installed_wheel_imports_without_the_source_tree(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
@@ -133,6 +134,7 @@ def test_modules_import_nothing_but_the_packages_of_install_requires():
             assert not needed, f"{path.relative_to(ROOT)} imports {needed}, which install_requires does not have"
 
 
+@pytest.mark.subprocess
 def test_importing_the_package_and_asking_for_help_imports_no_torch():
     code = "import sys, simplefsdp, simplefsdp.cli.main as cli; cli.parser(()); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -153,6 +155,7 @@ def test_the_help_of_the_command_says_what_the_modules_of_its_commands_say():
         assert cli._module(name).__doc__.split("\n")[0] == f"``simplefsdp {name}``: {summary}"
 
 
+@pytest.mark.subprocess
 def test_the_command_names_the_versions():
     command = [sys.executable, "-m", "simplefsdp", "--version"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

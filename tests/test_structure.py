@@ -129,12 +129,12 @@ def module_state(tree: ast.Module) -> Iterator[str]:
 
 
 def test_module_state_is_listed_with_its_reason() -> None:
-    kept = {
+    found = {
         f"{name}.{state}" for name, path in modules().items() for state in module_state(ast.parse(path.read_text()))
     }
     page = (ROOT / "docs/architecture.md").read_text()
     section = page.partition("## State of modules")[2].partition("\n## ")[0]
-    assert kept == set(re.findall(r"^\| `([\w.]+)` \| \S", section, re.MULTILINE))
+    assert found == set(re.findall(r"^\| `([\w.]+)` \| \S", section, re.MULTILINE))
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
@@ -154,3 +154,26 @@ def test_no_docstring_opens_with_a_word_that_points_elsewhere() -> None:
     ]
     assert len(texts) > 1000
     assert not [text for text in texts if re.search(r":\d+: (Of|What|That|Those|As|It|They)\b", text)]
+
+
+def variables(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of each variable, parameter, function and class."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Name | ast.arg | ast.FunctionDef | ast.ClassDef):
+            yield (
+                node.lineno,
+                node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else node.name,
+            )
+
+
+def test_no_variable_has_a_name_that_says_nothing_by_itself() -> None:
+    words = {"alike", "cuts", "followed", "half", "kept", "room", "then", "there", "why"}
+    folders = (*PACKAGES, "examples", "benchmarks", "tests")
+    names = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, name in variables(path)
+        if name.lstrip("_") in words
+    ]
+    assert not names

@@ -29,7 +29,7 @@ class _Offer:
     taken: Tensor | None = None
     """The sum, taken by a backward in which the parameter has not got its gradient yet."""
     backward: int = -1
-    """The number of that backward."""
+    """Number of the backward that has taken the sum."""
 
     def restore(self) -> None:
         taken, self.taken = self.taken, None

@@ -77,7 +77,7 @@ HADAMARD = torch.ops.simplefsdp.hadamard.default
 HADAMARD_ = torch.ops.simplefsdp.hadamard_.default
 
 
-def _keep(ctx, inputs, output) -> None:  # noqa: ARG001  # torch names its arguments
+def _setup_context(ctx, inputs, output) -> None:  # noqa: ARG001  # torch names its arguments
     _, ctx.block, ctx.scale = inputs
 
 
@@ -85,4 +85,4 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
     return HADAMARD(grad, ctx.block, ctx.scale), None, None  # the matrix is symmetric
 
 
-torch.library.register_autograd("simplefsdp::hadamard", _backward, setup_context=_keep, lib=LIBRARY)
+torch.library.register_autograd("simplefsdp::hadamard", _backward, setup_context=_setup_context, lib=LIBRARY)

@@ -234,11 +234,11 @@ def _places(shape: torch.Size) -> Iterable[tuple[int, ...]]:
 
 def _rotated(x: Tensor) -> Tensor:
     """Return the product of each block, (..., 128), with the normalised Hadamard matrix, which is its own inverse."""
-    half = 1
-    while half < BLOCK:  # in the order of wire_formats.cpp
-        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+    width = 1
+    while width < BLOCK:  # in the order of wire_formats.cpp
+        a, b = x.unflatten(-1, (-1, 2, width)).unbind(-2)
         x = torch.stack([a + b, a - b], -2).flatten(-3)
-        half *= 2
+        width *= 2
     return x * BLOCK**-0.5
 
 

@@ -94,9 +94,9 @@ def _read(row, first, numel, blocks: tl.constexpr, kind: tl.constexpr):
     else:
         size: tl.constexpr = 16 if kind == _INT4 else 32
         block, count = first + tl.arange(0, blocks), tl.cdiv(numel, _BLOCK)
-        there = block < count
-        words = tl.load(row + block[:, None] * size + tl.arange(0, size)[None, :], there[:, None], 0)
-        scale = tl.load(row + count * size + block, there, 0).to(tl.float32, bitcast=True)
+        exists = block < count
+        words = tl.load(row + block[:, None] * size + tl.arange(0, size)[None, :], exists[:, None], 0)
+        scale = tl.load(row + count * size + block, exists, 0).to(tl.float32, bitcast=True)
         x = _values(words, blocks, kind) * scale[:, None]
     return x
 
@@ -111,9 +111,9 @@ def _write(x, row, first, numel, blocks: tl.constexpr, kind: tl.constexpr):
         size: tl.constexpr = 16 if kind == _INT4 else 32
         words, scale = _words(x, blocks, kind)
         block, count = first + tl.arange(0, blocks), tl.cdiv(numel, _BLOCK)
-        there = block < count
-        tl.store(row + block[:, None] * size + tl.arange(0, size)[None, :], words, there[:, None])
-        tl.store(row + count * size + block, scale.to(tl.int32, bitcast=True), there)
+        exists = block < count
+        tl.store(row + block[:, None] * size + tl.arange(0, size)[None, :], words, exists[:, None])
+        tl.store(row + count * size + block, scale.to(tl.int32, bitcast=True), exists)
 
 
 @triton.jit

@@ -40,7 +40,7 @@ def even_buckets(members: Sequence[Gather | Reduction], parts: int) -> Boundarie
     return tuple(tuple(group) for _, group in groupby(range(len(members)), key=place.__getitem__))
 
 
-class _Use(NamedTuple):
+class _ChainMember(NamedTuple):
     kind: CollectiveKind
     nbytes: int
     at: float
@@ -51,14 +51,14 @@ Way = tuple[float, float]
 """A factor by which transfers count as slower, and the most bytes of a bucket."""
 
 
-def _cut(chain: Sequence[_Use], ways: Sequence[Way]) -> list[Boundaries]:
+def _bucket_chain(chain: Sequence[_ChainMember], ways: Sequence[Way]) -> list[Boundaries]:
     """Return buckets for gathers in the order of their use, for each of several ways.
 
     A pair of a prefix is the time when the channel has carried out the prefix's buckets, and the delay of compute
     compared with no communication.
     """
     slower, largest = np.array(ways).T
-    at = np.array([use.at for use in chain])
+    at = np.array([member.at for member in chain])
     free = np.full((len(chain) + 1, len(ways), _FRONT), np.inf)
     late = np.full_like(free, np.inf)
     free[0, :, 0] = late[0, :, 0] = 0.0
@@ -79,21 +79,21 @@ def _cut(chain: Sequence[_Use], ways: Sequence[Way]) -> list[Boundaries]:
     return [_ends(came[:, way], int(np.lexsort((free[-1, way], late[-1, way]))[0])) for way in range(len(ways))]
 
 
-def _last_buckets(chain: Sequence[_Use]) -> Iterator[tuple[float, float, int]]:
+def _last_buckets(chain: Sequence[_ChainMember]) -> Iterator[tuple[float, float, int]]:
     """Yield, for ``chain``, ``chain[1:]``, ...: seconds on the channel, seconds of lost compute, and bytes."""
     found = []
     sums: dict[CollectiveKind, tuple[int, int]] = {}
-    for use in reversed(chain):
-        count, nbytes = sums.get(use.kind, (0, 0))
-        sums[use.kind] = count + 1, nbytes + use.nbytes
+    for member in reversed(chain):
+        count, nbytes = sums.get(member.kind, (0, 0))
+        sums[member.kind] = count + 1, nbytes + member.nbytes
         channel = overhead = 0.0
         for kind, (count, nbytes) in sums.items():
-            more = math.inf if kind.member_s is None else (count - 1) * kind.member_s
-            copies = nbytes * kind.copy_s_per_byte if count > 1 or kind.wire_format is not None else 0.0
+            launch_s = math.inf if kind.member_s is None else (count - 1) * kind.member_s
+            copy_s = nbytes * kind.copy_s_per_byte if count > 1 or kind.wire_format is not None else 0.0
             channel += max(
                 kind.seconds(nbytes), kind.all_reduce_after.seconds(nbytes) if kind.all_reduce_after else 0.0
-            ) + (more if more < copies else 0.0)
-            overhead += kind.issue_s + (0.0 if more < copies else copies)
+            ) + (launch_s if launch_s < copy_s else 0.0)
+            overhead += kind.issue_s + (0.0 if launch_s < copy_s else copy_s)
         found.append((channel, overhead, sum(nbytes for _, nbytes in sums.values())))
     return reversed(found)
 
@@ -106,12 +106,12 @@ def _undominated(done: Numbers, delay: Numbers) -> Places:
     order = np.lexsort((delay, done))
     sorted_delay = np.take_along_axis(delay, order, 1)
     before = np.minimum.accumulate(sorted_delay, axis=1)
-    kept = sorted_delay < np.concatenate((np.full((len(done), 1), np.inf), before[:, :-1]), axis=1)
-    number = np.cumsum(kept, axis=1) - 1
+    undominated = sorted_delay < np.concatenate((np.full((len(done), 1), np.inf), before[:, :-1]), axis=1)
+    number = np.cumsum(undominated, axis=1) - 1
     count = number[:, -1:] + 1
     wanted = np.arange(_FRONT)
     wanted = np.where(count <= _FRONT, wanted, np.rint(wanted * (count - 1) / (_FRONT - 1)).astype(int))
-    found = np.argmax(kept[:, None] & (number[:, None] == wanted[..., None]), axis=2)
+    found = np.argmax(undominated[:, None] & (number[:, None] == wanted[..., None]), axis=2)
     return np.where(wanted < count, np.take_along_axis(order, found, 1), -1)
 
 
@@ -128,11 +128,13 @@ def _ends(came: Places, pair: int) -> Boundaries:
 
 def gather_boundaries(graph: CostGraph, ways: Sequence[Way]) -> list[Boundaries]:
     at = list(accumulate(graph.seconds, initial=0.0))
-    return _cut([_Use(g.kind, g.nbytes, at[g.first_use_slot]) for g in graph.gathers], ways)
+    return _bucket_chain([_ChainMember(g.kind, g.nbytes, at[g.first_use_slot]) for g in graph.gathers], ways)
 
 
 def reduction_boundaries(graph: CostGraph, ways: Sequence[Way]) -> list[Boundaries]:
     at = list(accumulate(graph.seconds, initial=0.0))
     count = len(graph.reductions)
-    found = _cut([_Use(r.kind, r.nbytes, at[-1] - at[r.ready_slot]) for r in graph.reductions[::-1]], ways)
+    found = _bucket_chain(
+        [_ChainMember(r.kind, r.nbytes, at[-1] - at[r.ready_slot]) for r in graph.reductions[::-1]], ways
+    )
     return [tuple(tuple(count - 1 - i for i in members[::-1]) for members in boundaries[::-1]) for boundaries in found]

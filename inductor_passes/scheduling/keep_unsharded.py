@@ -31,7 +31,7 @@ def choose_unsharded(
     if not gathers:
         return frozenset()
     nbytes = list(accumulate((gather.nbytes for gather in gathers), initial=0))
-    counts = {max(n for n, there in enumerate(nbytes) if there <= part * nbytes[-1]) for part in _PARTS}
+    counts = {max(n for n, total in enumerate(nbytes) if total <= part * nbytes[-1]) for part in _PARTS}
     alone = (
         search_schedule(forward, effort=QUICK) if budget == math.inf else None
     )  # then it takes as long, whatever it leaves behind

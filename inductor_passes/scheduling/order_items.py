@@ -158,7 +158,7 @@ def compute_positions(items: Sequence[OrderItem]) -> ComputePositions:
     copy_out: set[int] = set()
     main: dict[int, int] = {}
     weights: list[tuple[str, ...]] = []
-    use: dict[str, int] = {}
+    first_use: dict[str, int] = {}
     last_use: dict[str, int] = {}
     for i, item in enumerate(items):
         # In the order of the nodes: sets of strings have another order in every process, and ranks must agree.
@@ -173,27 +173,27 @@ def compute_positions(items: Sequence[OrderItem]) -> ComputePositions:
         weights[i] = ()
         main[i] = len(main)
         for fqn in read:
-            use.setdefault(fqn, main[i])
+            first_use.setdefault(fqn, main[i])
             last_use[fqn] = main[i]
     gradient = {}
     for item in items:
         for fqn in item.weights:
-            use.setdefault(fqn, len(main))
+            first_use.setdefault(fqn, len(main))
         for producer, fqn in item.gradients:
             gradient[fqn] = 0 if producer < 0 else main.get(producer, len(main) - 1) + 1
-    return ComputePositions(main, copy_in, copy_out, use, last_use, gradient, weights)
+    return ComputePositions(main, copy_in, copy_out, first_use, last_use, gradient, weights)
 
 
 def first_uses(items: Sequence[OrderItem]) -> list[str]:
     """Return the FQNs of the gathered parameters in the order of their first use."""
-    use = compute_positions(items).first_use_slot
-    return sorted(use, key=lambda fqn: use[fqn])
+    first_use = compute_positions(items).first_use_slot
+    return sorted(first_use, key=lambda fqn: first_use[fqn])
 
 
 def last_gradients(items: Sequence[OrderItem]) -> list[str]:
     """Return the FQNs of the reduced parameters in the order in which their full gradients become complete."""
-    there = compute_positions(items).ready_slot
-    return sorted(there, key=lambda fqn: there[fqn])
+    ready = compute_positions(items).ready_slot
+    return sorted(ready, key=lambda fqn: ready[fqn])
 
 
 def users_of(items: Sequence[OrderItem]) -> list[list[int]]:

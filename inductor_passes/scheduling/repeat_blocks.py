@@ -42,7 +42,7 @@ def repeat_blocks(graph: CostGraph, blocks: int, number: Numbered, renamed: Rena
         raise ValueError(f"blocks: expected {here} or more, found {blocks}")
     if not more:
         return graph
-    source = _alike(graph, [step for _, step in marks])
+    source = _repeated_piece(graph, [step for _, step in marks])
     (_, begin), (_, end) = marks[source : source + 2]
     piece = _Piece(begin, end, graph.live_bytes_at_slot[end] - graph.live_bytes_at_slot[begin], more)
     ascends = marks[0][0] == 0
@@ -60,13 +60,13 @@ def repeat_blocks(graph: CostGraph, blocks: int, number: Numbered, renamed: Rena
 
     gathers: list[Gather] = []
     for gather in graph.gathers:
-        lasts = of_block(gather.fqn, gather.last_use_slot)
-        for (fqn, use), (_, last) in zip(of_block(gather.fqn, gather.first_use_slot), lasts, strict=True):
-            gathers.append(gather._replace(fqn=fqn, first_use_slot=use, last_use_slot=last))
+        last_uses = of_block(gather.fqn, gather.last_use_slot)
+        for (fqn, first_use), (_, last_use) in zip(of_block(gather.fqn, gather.first_use_slot), last_uses, strict=True):
+            gathers.append(gather._replace(fqn=fqn, first_use_slot=first_use, last_use_slot=last_use))
     reductions: list[Reduction] = []
     for reduction in graph.reductions:
-        for fqn, there in of_block(reduction.fqn, reduction.ready_slot):
-            reductions.append(reduction._replace(fqn=fqn, ready_slot=there))
+        for fqn, slot in of_block(reduction.fqn, reduction.ready_slot):
+            reductions.append(reduction._replace(fqn=fqn, ready_slot=slot))
     return CostGraph(
         piece.inserted(graph.seconds),
         tuple(map(int, piece.inserted(graph.live_bytes_in_step, piece.growth))),
@@ -120,7 +120,7 @@ def _marks(graph: CostGraph, number: Numbered) -> list[tuple[int, int]]:
     return marks
 
 
-def _alike(graph: CostGraph, marks: Sequence[int]) -> int:
+def _repeated_piece(graph: CostGraph, marks: Sequence[int]) -> int:
     """Return the number of the piece behind the first piece that equals the piece that follows it."""
     pieces = [_of_piece(graph, begin, end) for begin, end in pairwise(marks)]
     for i, (one, other) in enumerate(pairwise(pieces[1:]), 1):

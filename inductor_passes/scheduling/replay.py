@@ -127,7 +127,7 @@ class Replay:
             else:
                 held = made_from = sum(gather.prepared for gather in mergeable)
             self.clock += made_from * kind.copy_s_per_byte
-            self._use(held + sent)
+            self._allocate(held + sent)
             self.undecoded += nbytes - sent
             fqns = tuple(gather.fqn for gather in mergeable)
             parts = len(mergeable) if grouped else 1
@@ -146,13 +146,13 @@ class Replay:
             if kind.wire_format is not None:
                 self._note(sent)
                 self.clock += nbytes * kind.copy_s_per_byte
-                self._use(sent)  # for what is received
+                self._allocate(sent)  # for what is received
             elif len(mergeable) > len(own) and len(mergeable) > 1:
                 self._copy(kind, nbytes - sum(reduction.nbytes for reduction in own))
             elif mergeable[0].copied_from is not None:
                 self._note(nbytes)
             self.alive += sent - sum(reduction.gradient_bytes for reduction in mergeable)
-            self._use(sum(reduction.result for reduction in mergeable))
+            self._allocate(sum(reduction.result for reduction in mergeable))
             fqns = tuple(reduction.fqn for reduction in mergeable)
             parts = len(own) + (len(mergeable) > len(own)) if own else 1
             freed = nbytes if kind.wire_format is None else 2 * sent
@@ -166,7 +166,7 @@ class Replay:
             self._copy(span.kind, span.copied)
             grown = span.nbytes - span.kind.sent(span.nbytes)
             self.undecoded -= grown
-            self._use(grown)
+            self._allocate(grown)
 
     def await_reduction(self, span: CollectiveSpan) -> CollectiveSpan | None:
         """Await a reduction; issue and return the collective that follows, if there is one."""
@@ -179,7 +179,7 @@ class Replay:
                 what = "between nodes"
                 self.clock += following.sent(span.nbytes) * following.copy_s_per_byte / 2  # sums are encoded
                 freed = round(2 * following.sent(span.nbytes) * span.kind.shard)
-                self._use(freed)
+                self._allocate(freed)
                 self.alive -= span.freed
             return self._issue(what, following, span.fqns, span.nbytes)._replace(freed=freed)
         self.alive -= span.freed
@@ -190,7 +190,7 @@ class Replay:
         step = self.slot
         self._starts.append(self.clock)
         if step < len(self.graph.seconds):
-            self._use(self._made[step])
+            self._allocate(self._made[step])
             self._note(self.graph.live_bytes_in_step[step] - self.graph.live_bytes_at_slot[step])
             self.clock += self.graph.seconds[step]
             self.alive -= self.last_read[step]
@@ -230,7 +230,7 @@ class Replay:
         self._note(nbytes)
         self.clock += nbytes * kind.copy_s_per_byte
 
-    def _use(self, nbytes: int) -> None:
+    def _allocate(self, nbytes: int) -> None:
         self.alive += nbytes
         self._note(0)
 

@@ -389,9 +389,9 @@ def _arrange(graph: CostGraph, choice: _Choice) -> ReplayedSchedule:
                 all_reduced = graph.has_all_reduce(choice.reductions[n])
                 reductions.append(ScheduledBucket(choice.reductions[n], slot, end + 1, end + 1 if all_reduced else -1))
         while len(gathers) < len(choice.gathers) and due.now(run, len(gathers), gathering):
-            members, use = choice.gathers[len(gathers)], due.uses[len(gathers)]
-            gathering.append((use, run.issue_gathers(members)))
-            gathers.append(ScheduledBucket(members, slot, use))
+            members, first_use = choice.gathers[len(gathers)], due.uses[len(gathers)]
+            gathering.append((first_use, run.issue_gathers(members)))
+            gathers.append(ScheduledBucket(members, slot, first_use))
         while gathering and gathering[0][0] <= slot:
             for span in gathering.popleft()[1]:
                 run.await_gather(span)
@@ -403,8 +403,8 @@ def _arrange(graph: CostGraph, choice: _Choice) -> ReplayedSchedule:
 def _after_waits(run: Replay, gathering: Iterable[tuple[int, list[CollectiveSpan]]]) -> float:
     """Return when the step behind the slot of ``run`` begins, once the gathers due in the slot are awaited."""
     clock = run.clock
-    for use, spans in gathering:
-        if use > run.slot:
+    for first_use, spans in gathering:
+        if first_use > run.slot:
             break
         for span in spans:
             clock = max(clock, span.finished)
@@ -434,9 +434,11 @@ class _GatherIssue:
             margin = choice.margin * cost if cost else 0.0
             self._latest[k] = min(self._at[self.uses[k]], self._latest[k + 1]) - cost - margin
         copied = [0] * len(graph.live_bytes_at_slot)
-        for use, nbytes, members in zip(self.uses, self._nbytes, self.members, strict=True):
+        for slot, nbytes, members in zip(self.uses, self._nbytes, self.members, strict=True):
             kind = graph.gathers[members[0]].kind
-            copied[use] = max(copied[use], kind.sent(nbytes) if len(members) > 1 or kind.wire_format is not None else 0)
+            copied[slot] = max(
+                copied[slot], kind.sent(nbytes) if len(members) > 1 or kind.wire_format is not None else 0
+            )
         self._read = list(accumulate(run.last_read, initial=0))
         """Bytes of weights that are not needed any longer, at each slot."""
         in_use = zip(graph.live_bytes_at_slot, copied, (*graph.live_bytes_in_step, 0), self._read, strict=False)

@@ -20,7 +20,7 @@ from inductor_passes.scheduling.replay import Timeline, replay
 _WAITS = 4
 """Number of later slots that are tried for each wait."""
 _EARLIER = (8, 4, 2, 1)
-"""By how many places a gather may be issued earlier; the most that fits counts."""
+"""Numbers of slots by which a gather may be issued earlier; the largest that fits in memory counts."""
 _QUEUED = 2
 """Number of collectives that are in front of a gather, queued or under way, where it is issued later."""
 _ROUNDING = 1e-9

@@ -101,9 +101,9 @@ def opaque_objects_last(forward: GraphModule, backward: GraphModule, num_fwd_out
     forward.graph.output_node().args = (
         (*values[:num_fwd_outputs], *sorted(values[num_fwd_outputs:], key=_saved_kind)),
     )
-    for half in (forward, backward):
-        half.graph.lint()
-        half.recompile()
+    for module in (forward, backward):
+        module.graph.lint()
+        module.recompile()
     return forward, backward
 
 

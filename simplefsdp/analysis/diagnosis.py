@@ -63,7 +63,7 @@ def diagnose(graph: CostGraph, schedule: Schedule, memory_limit: float) -> tuple
         spans = _spans(replayed, graph.gathers, scheduled, "gather")
         earlier = _earlier(graph, schedule, i) if _exposed(spans) else None
         bound, where = _bound(spans, change(earlier) if earlier else None, "issued earlier")
-        joins = _alike(graph.gathers, schedule.gathers[i : i + 2])
+        joins = _may_share_a_collective(graph.gathers, schedule.gathers[i : i + 2])
         closed = _closed(change(schedule.with_gathers_merged(i))) if joins else _ALONE[joins]
         gathers.append(Diagnosis(spans, bound, where, closed))
     reductions = []
@@ -71,7 +71,7 @@ def diagnose(graph: CostGraph, schedule: Schedule, memory_limit: float) -> tuple
         spans = _spans(replayed, graph.reductions, scheduled, "reduce", "all-reduce", "between nodes")
         later = _later(graph, schedule, i) if _exposed(spans) else None
         bound, where = _bound(spans, change(later) if later else None, "awaited later")
-        joins = _alike(graph.reductions, schedule.reductions[i : i + 2])
+        joins = _may_share_a_collective(graph.reductions, schedule.reductions[i : i + 2])
         closed = _closed(change(schedule.with_reductions_merged(i))) if joins else _ALONE[joins]
         reductions.append(Diagnosis(spans, bound, where, closed))
     return gathers, reductions
@@ -111,7 +111,7 @@ def _later(graph: CostGraph, schedule: Schedule, i: int) -> Schedule | None:
     return schedule._replace(reductions=(*schedule.reductions[:i], moved, *schedule.reductions[i + 1 :]))
 
 
-def _alike(of: Sequence[Gather | Reduction], pair: Sequence[ScheduledBucket]) -> bool | None:
+def _may_share_a_collective(of: Sequence[Gather | Reduction], pair: Sequence[ScheduledBucket]) -> bool | None:
     """Return whether members of both buckets could share a collective; ``None``: there is only one bucket."""
     kinds = [{of[k].kind for k in scheduled.members} for scheduled in pair]
     return not kinds[0].isdisjoint(kinds[1]) if len(kinds) == 2 else None

@@ -54,7 +54,7 @@ class BucketExplanation:
     nbytes: int
     """Bytes of the full weights or gradients."""
     held_bytes: int
-    """Bytes of these, and of what is packed to be gathered."""
+    """Bytes of the full weights or gradients, and of the shards that are packed to be gathered."""
     held_s: float
     """Seconds from the issue until the last weight was read for the last time, or the last gradient reduced."""
     issued_s: float

@@ -21,10 +21,10 @@ class MeasuredCollective(NamedTuple):
     """Bytes of the whole tensors."""
     issued_s: float
     started_s: float
-    """When its process group was done with what had been issued before; ``issued_s``, where that is not known."""
+    """When the process group was done with the collectives issued before; ``issued_s``, where that is not known."""
     finished_s: float
     awaited_s: float
-    """When somebody began to wait for it; infinite: nobody did."""
+    """When a wait for the collective began; infinite: nobody waited."""
 
     @property
     def exposed_s(self) -> float:
@@ -39,7 +39,7 @@ class GraphRun:
     direction: str
     """``"forward"`` or ``"backward"``."""
     began_s: float
-    """Since the step began."""
+    """Seconds from the beginning of the step."""
     collectives: tuple[MeasuredCollective, ...]
     report: str | None = None
     """Key of the graph's report."""
@@ -70,7 +70,7 @@ class Measurement:
         return sum(one.exposed_s for one in self.collectives)
 
     def to_json(self) -> str:
-        """For ``from_json``; infinity is ``null``."""
+        """Return the measurement as ``from_json`` reads it; infinity is ``null``."""
         runs = [
             {**asdict(run), "collectives": [one._asdict() | {"exposed_s": one.exposed_s} for one in run.collectives]}
             for run in self.runs

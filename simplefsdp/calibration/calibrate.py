@@ -30,7 +30,7 @@ _REPEATS = 15
 _UNSTEADY = 0.15
 """How much the times of calls may vary (``_Clock.spreads``) on a machine that does nothing else."""
 _CYCLES_PER_S = 2e9
-"""Clock of a GPU, about."""
+"""Clock rate of a GPU, roughly, to make a kernel that spins for some seconds."""
 _COLD_BYTES = 64 << 20
 """Operands are taken in turn from so many bytes, as operands of a step were last touched a while ago."""
 
@@ -95,9 +95,9 @@ class _Clock:
     def seconds(self, call: Callable[[int], object]) -> float:
         """Return the median seconds of one ``call(i)``; ``i`` counts up."""
         call(0)
-        once = self._time(call, range(1))
+        one_call = self._time(call, range(1))
         # A GPU's queue holds 1024 kernels, and a call launches up to 64.
-        count = max(1, min(12 if self.device.type == "cuda" else 200, int(0.01 / max(once, 1e-9))))
+        count = max(1, min(12 if self.device.type == "cuda" else 200, int(0.01 / max(one_call, 1e-9))))
         times = sorted(self._time(call, range(r * count, (r + 1) * count)) / count for r in range(1, _REPEATS + 1))
         median = statistics.median(times)
         self.spreads.append(times[3 * len(times) // 4] / median - 1)

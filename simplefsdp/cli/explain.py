@@ -54,8 +54,8 @@ def compared(one: Explanation, other: Explanation) -> str:
     peaks = [p.peak_bytes for p in predicted]
     lines.append(f"  {'peak':12} {gib(peaks[0])}, against {gib(peaks[1])} ({peaks[0] / peaks[1] - 1:+.1%})")
     lines.append(f"  {'collectives':12} {one.collectives}, against {other.collectives}")
-    there, here = (explained.plan.explain().splitlines() for explained in (other, one))
-    lines += difflib.unified_diff(there, here, "against", "this", n=0, lineterm="")
+    theirs, ours = (explained.plan.explain().splitlines() for explained in (other, one))
+    lines += difflib.unified_diff(theirs, ours, "against", "this", n=0, lineterm="")
     return "\n".join(lines) + "\n"
 
 

@@ -121,10 +121,17 @@ def compilation_context(
     shapes = [tuple(example_inputs[index]._local_tensor.shape) for index in params]
     equivalent = _equivalent_groups(values)
     prefetch = request.prefetch if isinstance(request, GroupingRequest) else None
-    once = options.compile_once and not uses_cpp_wrapper(options.inductor)
+    compiles_once = options.compile_once and not uses_cpp_wrapper(options.inductor)
     wire = _wire(params)
     narrow = options.wire == "auto"
-    asked = options.report_dir is not None, profile, options.cast_in_matmuls, once, narrow, sorted(equivalent.items())
+    asked = (
+        options.report_dir is not None,
+        profile,
+        options.cast_in_matmuls,
+        compiles_once,
+        narrow,
+        sorted(equivalent.items()),
+    )
     groups = dict.fromkeys(group.name for info in found.values() for group in info.communication.groups)
     grouping = [*map(issues_groups, groups)]
     inputs = repr((sorted(params.items()), prefetch, buckets, parameters, shapes, common_facts, asked, grouping))
@@ -142,7 +149,7 @@ def compilation_context(
         state=step_state((i, v.dtype, v.requires_grad) for i, v in zip(found.values(), values, strict=True)),
         profile=profile,
         cast_in_matmuls=_casts_in_matmuls(options, device),
-        compile_once=once,
+        compile_once=compiles_once,
         wire=wire,
         narrows=narrow,
         equivalent_groups=equivalent,

@@ -89,8 +89,8 @@ def rope_frequencies(config: LlamaConfig) -> Tensor:
         return frequencies
     factor, low, high, original_length = 8.0, 1.0, 4.0, 8192
     turns = original_length * frequencies / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: short wavelength, as it is; 0: long, divided by factor
-    return frequencies * (keep + (1 - keep) / factor)
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)  # 1: short wavelength, as it is; 0: long, divided by factor
+    return frequencies * (unscaled + (1 - unscaled) / factor)
 
 
 class Attention(nn.Module):
@@ -168,7 +168,7 @@ class Llama(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def parallelize(self, mesh: DeviceMesh, loss_parallel: bool = False) -> None:
-        """Make it tensor and sequence parallel over the 1-D ``mesh``, in place; before ``simple_fsdp`` over the others.
+        """Make the model tensor and sequence parallel over a 1-D mesh, in place and before ``simple_fsdp`` over others.
 
         Each rank computes some of the heads, of the feed-forward's channels and of the vocabulary, and between them,
         where norms and residuals are, a part of the sequence. Inputs and outputs are whole; with ``loss_parallel`` the

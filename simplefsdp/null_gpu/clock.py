@@ -143,14 +143,14 @@ class _Clock:
     sizes: Sizes
     host_factor: float
     now: float = 0.0
-    """Time of the host."""
+    """Time of the host, which asks for kernels one by one."""
     cpu: dict[int, float] = field(default_factory=dict)
     """CPU time of each thread of the host, when it last asked for something."""
     free: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """When each stream has done all that it was asked for."""
+    """Time at which each stream has done all that it was asked for."""
     communicator: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     recorded: dict[int, float] = field(default_factory=dict)
-    """When each event happens."""
+    """Time at which each CUDA event happens."""
     gathered: dict[int, int] = field(default_factory=dict)
     """Bytes of the gather that each event marks the end of."""
     last_gather: dict[int, int] = field(default_factory=dict)

@@ -27,7 +27,7 @@ class Kernel(NamedTuple):
     elements: int
     """Elements that a kernel of torch's works on one by one; -1: not known."""
     name: str
-    """Mangled, if the kernel is C++."""
+    """Name of the kernel; a mangled one if the kernel is C++."""
 
 
 class Matmul(NamedTuple):
@@ -57,7 +57,7 @@ class Collective(NamedTuple):
     """NCCL's number of the reduction, -1 if nothing is reduced."""
     send: int
     receive: int
-    """Addresses."""
+    """Addresses of the memory that is sent and received into."""
     group: int
     """Number of the NCCL group that the call is part of; 0: none."""
 

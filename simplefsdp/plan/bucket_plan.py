@@ -99,9 +99,9 @@ class BucketPlan:
     def collectives(self, uses: GraphUses) -> int:
         """Return how many gathers and reductions the plan makes in graphs with these uses."""
         return sum(
-            not there.isdisjoint(bucket.fqns)
+            not used.isdisjoint(bucket.fqns)
             for direction in _DIRECTIONS
-            for there in [set(getattr(uses, direction))]
+            for used in [set(getattr(uses, direction))]
             for bucket in getattr(self, direction)
         )
 
@@ -250,8 +250,8 @@ def _reduction_points(bucket: Bucket, two_steps: bool) -> str:
 
     own = bucket.issue is None or bucket.issue in bucket.fqns
     issue = "issued when complete" if own else f"issued when that of {bucket.issue} is there"
-    then = "sent between nodes" if two_steps else "all-reduced"
-    all_reduce = f", {then} {before(bucket.all_reduce_after)}" if bucket.all_reduce_after or two_steps else ""
+    second_step = "sent between nodes" if two_steps else "all-reduced"
+    all_reduce = f", {second_step} {before(bucket.all_reduce_after)}" if bucket.all_reduce_after or two_steps else ""
     return f"{issue}{all_reduce}, awaited {before(bucket.wait)}"
 
 

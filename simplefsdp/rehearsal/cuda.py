@@ -47,10 +47,10 @@ def repeat_kernel(table, count, block: tl.constexpr):
         words, times = tl.load(table + 4 * move + 2), tl.load(table + 4 * move + 3)
         for start in range(tl.program_id(0) * block, words, tl.num_programs(0) * block):
             place = start + tl.arange(0, block)
-            there = place < words
-            x = tl.load(source + place, there)
+            mask = place < words
+            x = tl.load(source + place, mask)
             for part in range(times):
-                tl.store(out + part * words + place, x, there)
+                tl.store(out + part * words + place, x, mask)
 
 
 class CudaChannel:

@@ -93,10 +93,10 @@ def lower_bound_s(parts: Sequence[Phase], network: Network) -> float:
     awaited where it is needed and every reduction issued where it can be, unbucketed, for a bound that holds for all
     plans.
     """
-    return sum(timeline.lower_bound(_half(phase_of, network)) for phase_of in parts)
+    return sum(timeline.lower_bound(_cost_graph(phase_of, network)) for phase_of in parts)
 
 
-def _half(part: Phase, network: Network) -> CostGraph:
+def _cost_graph(part: Phase, network: Network) -> CostGraph:
     """Return the steps between the points where gathers are needed and reductions could be issued."""
     compute, events = part
     gathers = sorted((e for e in events if e.kind == "all_gather"), key=lambda e: e.waited)

@@ -92,8 +92,8 @@ def _fsdp2(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any
         if block is not None:
             fully_shard(model.get_submodule(block), **settings)
         elif model not in owners:
-            kept = {"reshard_after_forward": False} if bucket is buckets[-1] else {}
-            fully_shard(list(owners), **settings | kept)
+            own_settings = {"reshard_after_forward": False} if bucket is buckets[-1] else {}
+            fully_shard(list(owners), **settings | own_settings)
     return cast(nn.Module, fully_shard(model, **settings))
 
 

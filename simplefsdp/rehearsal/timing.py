@@ -285,10 +285,10 @@ def estimated_step_bytes(workload: Workload, system: System) -> dict[str, int]:
     state = 0
     whole: dict[str | None, int] = {}
     for fqn, param in model.named_parameters():
-        there = _local(param)
-        rows, of_a_row = (there.shape[0], there[0].numel()) if there.ndim else (1, 1)
-        state += 4 * there.element_size() * -(-rows // shards) * of_a_row
-        whole[block_of(fqn)] = whole.get(block_of(fqn), 0) + there.numel() * compute.itemsize
+        local = _local(param)
+        rows, of_a_row = (local.shape[0], local[0].numel()) if local.ndim else (1, 1)
+        state += 4 * local.element_size() * -(-rows // shards) * of_a_row
+        whole[block_of(fqn)] = whole.get(block_of(fqn), 0) + local.numel() * compute.itemsize
     gathered = sum(sorted(whole.values())[-2:]) if system.sharded else 0
     return {"state": state, "whole": gathered, "saved": _saved_bytes(workload, compute)}
 
@@ -298,10 +298,10 @@ def _saved_bytes(workload: Workload, dtype: torch.dtype) -> int:
 
     def pack(tensor: Tensor) -> Tensor:
         saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        kept.append(tensor)
+        tensors.append(tensor)
         return tensor
 
-    kept: list[Tensor] = []  # or their storages' addresses would be used again
+    tensors: list[Tensor] = []  # or their storages' addresses would be used again
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

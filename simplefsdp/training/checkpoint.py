@@ -25,11 +25,11 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         saved = self.metadata.state_dict_metadata
         wrong = []
         for name, value in self.state_dict.items():
-            there = saved.get(name)
-            if there is None:
+            entry = saved.get(name)
+            if entry is None:
                 wrong.append(f"{name}: not in the checkpoint")
-            elif isinstance(value, Tensor) and isinstance(there, TensorStorageMetadata) and there.size != value.shape:
-                wrong.append(f"{name}: {tuple(there.size)} in the checkpoint, {tuple(value.shape)} here")
+            elif isinstance(value, Tensor) and isinstance(entry, TensorStorageMetadata) and entry.size != value.shape:
+                wrong.append(f"{name}: {tuple(entry.size)} in the checkpoint, {tuple(value.shape)} here")
         plan = LoadPlan([]) if wrong else super().create_local_plan()
         return replace(plan, planner_data=(wrong, list(self.state_dict)))
 

@@ -61,10 +61,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 def _whole(value: DTensor) -> Tensor:
     """Return the whole tensor, gathered on the device of the mesh, where offloaded shards are copied first."""
-    there: Any = value.detach()
-    if there.device.type != value.device_mesh.device_type:
-        there = there.to(value.device_mesh.device_type)
-    whole: Tensor = there.full_tensor()
+    on_mesh: Any = value.detach()
+    if on_mesh.device.type != value.device_mesh.device_type:
+        on_mesh = on_mesh.to(value.device_mesh.device_type)
+    whole: Tensor = on_mesh.full_tensor()
     return whole
 
 

@@ -63,6 +63,7 @@ def test_readme_and_quickstart_show_the_same_script():
     assert len(blocks("python")) > 10
 
 
+@pytest.mark.subprocess
 def test_the_two_lines_train_on_two_ranks(tmp_path):
     path = tmp_path / "script.py"
     printed_loss = "print(f'loss {loss:.3f}', flush=True)\ndist.destroy"
@@ -172,6 +173,7 @@ def test_every_command_of_a_shell_block_exists_with_its_options(block: Block):
         check_command(line)
 
 
+@pytest.mark.subprocess
 @pytest.mark.parametrize("block", RUN_SHELL, ids=names(RUN_SHELL))
 def test_a_shell_block_without_a_reason_runs(block: Block, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -111,12 +111,12 @@ def test_every_module_and_name_of_this_library_in_backticks_exists():
 
 def test_every_package_is_in_the_architecture_page():
     table = {row[0].strip("`") for row in rows(section(PAGES["docs/architecture.md"], "## Packages"))}
-    there = {
+    folders = {
         path.parent.relative_to(ROOT).as_posix() + "/"
         for package in ("simplefsdp", "inductor_passes")
         for path in (ROOT / package).rglob("__init__.py")
     }
-    assert table == there - {"simplefsdp/"}
+    assert table == folders - {"simplefsdp/"}
 
 
 def test_the_api_page_documents_every_public_name():
@@ -232,6 +232,7 @@ def test_every_benchmark_that_make_bench_runs_has_a_section():
         assert re.search(rf"^`python -m {name}`", PAGES["docs/benchmarks.md"], re.M), name
 
 
+@pytest.mark.subprocess
 def test_every_section_of_figures_names_a_commit_of_this_repository():
     sections = re.split(r"^## ", PAGES["docs/benchmarks.md"], flags=re.M)[1:]
     git = ["git", "-C", str(ROOT), "rev-parse", "--quiet", "--verify"]

@@ -97,7 +97,7 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
 
 
 def run(graph: Graph, inputs: list[torch.Tensor]) -> Any:
-    """The outputs on each rank."""
+    """Return the outputs of ``graph`` on each rank."""
     found = []
     for rank in range(RANKS):
         one = SameOnEveryRank(GraphModule(nn.Module(), graph))
@@ -202,6 +202,7 @@ def test_buckets_of_one_leave_the_graph_as_it_is():
     assert render_graph(graph) == before
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_gradients_that_are_divided_before_their_sum_are_divided_together():
     policy = MixedPrecisionPolicy(torch.float16, torch.float16)

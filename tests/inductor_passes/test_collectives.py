@@ -20,7 +20,7 @@ from tests.graphs import ALL_GATHER, ALL_REDUCE, PARTITIONERS, REDUCE_SCATTER, W
 from tests.models import batch, tiny_llama
 from tests.ranks import fake_group
 
-pytestmark = pytest.mark.usefixtures("one_of_four")
+pytestmark = [pytest.mark.usefixtures("one_of_four"), pytest.mark.compile]
 
 
 def test_every_collective_of_a_llama_carries_its_fqn():
@@ -178,9 +178,9 @@ def test_identifying_twice_changes_nothing():
     captured = capture(simple_fsdp(Repeats()), torch.ones(2, 6))
     graph = copy(captured.joint)
     identify(graph, captured.params)
-    once = [node.name for node in graph.nodes]
+    names = [node.name for node in graph.nodes]
     assert identify(graph, captured.params) == []
-    assert [node.name for node in graph.nodes] == once
+    assert [node.name for node in graph.nodes] == names
 
 
 def test_a_gradient_that_is_not_a_reduction_is_reported():

@@ -27,6 +27,8 @@ from tests.graphs import ALL_GATHER, WAIT, capture
 from tests.inductor_passes.test_bucket import RANKS, SameOnEveryRank, call, run
 from tests.models import PROFILE, batch, tiny_llama
 
+pytestmark = pytest.mark.compile
+
 aten = torch.ops.aten
 BLOCKS = 5
 
@@ -37,7 +39,7 @@ def calls(graph: Graph) -> Counter[str]:
 
 
 def steps(graph: Graph) -> tuple[Any, Any]:
-    """Collectives and waits, in order."""
+    """Return the collectives and the waits of a graph, each in order."""
     record = record_graph("forward", (), (), filter(is_step, graph.nodes))
     return record.issued, record.order
 
@@ -57,16 +59,16 @@ def bodies(monkeypatch: pytest.MonkeyPatch) -> list[Bodies]:
 
 @pytest.mark.usefixtures("one_of_four")
 def test_equal_blocks_are_calls_of_one_body_between_the_same_collectives() -> None:
-    flat, once = (
+    flat, repeated = (
         capture(simple_fsdp(tiny_llama(layers=BLOCKS)), *batch(0, 0), plan="block", compile_once=shares)
         for shares in (False, True)
     )
     for direction in ("forward", "backward"):
-        assert steps(getattr(once, direction)) == steps(getattr(flat, direction))
+        assert steps(getattr(repeated, direction)) == steps(getattr(flat, direction))
         assert not calls(getattr(flat, direction))
     # The first block finds what is read by all blocks; the gradient of the last is made beside that of the output.
-    assert sorted(calls(once.forward).values()) == [BLOCKS - 1]
-    assert sorted(calls(once.backward).values()) == [BLOCKS - 1, BLOCKS - 1]
+    assert sorted(calls(repeated.forward).values()) == [BLOCKS - 1]
+    assert sorted(calls(repeated.backward).values()) == [BLOCKS - 1, BLOCKS - 1]
 
 
 def hybrid(model: nn.Module) -> nn.Module:
@@ -137,16 +139,20 @@ def test_dynamic_shapes_are_not_shared_and_say_why(bodies: list[Bodies]) -> None
 
 @pytest.mark.usefixtures("one_of_four")
 def test_a_graph_in_which_nothing_repeats_keeps_its_order(bodies: list[Bodies]) -> None:
-    flat, once = (
+    flat, repeated = (
         capture(simple_fsdp(tiny_llama(layers=1)), *batch(0, 0), plan="none", compile_once=shares)
         for shares in (False, True)
     )
     assert not bodies  # without a plan there is no order in which runs are known
-    before = [node.name for node in once.forward.nodes]
+    before = [node.name for node in repeated.forward.nodes]
     assert before == [node.name for node in flat.forward.nodes]
-    assign(once.forward, buckets := [Bucket((fqn,), None, None) for (fqn,) in sorted(_gathered(once.forward))], buckets)
-    assert compile_once(once.forward).bodies == ()
-    assert [node.name for node in once.forward.nodes] == before
+    assign(
+        repeated.forward,
+        buckets := [Bucket((fqn,), None, None) for (fqn,) in sorted(_gathered(repeated.forward))],
+        buckets,
+    )
+    assert compile_once(repeated.forward).bodies == ()
+    assert [node.name for node in repeated.forward.nodes] == before
 
 
 def _gathered(graph: Graph) -> set[tuple[str, ...]]:

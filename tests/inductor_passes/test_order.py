@@ -86,7 +86,7 @@ def _partition(draw: st.DrawFn, fqns: list[str]) -> list[tuple[str, ...]]:
 
 def _gather_bucket(draw: st.DrawFn, program: Program, fqns: tuple[str, ...]) -> Bucket:
     first = min(fqns, key=lambda fqn: program.first_use_slot[fqn])
-    earlier = [fqn for fqn, use in program.first_use_slot.items() if use <= program.first_use_slot[first]]
+    earlier = [fqn for fqn, first_use in program.first_use_slot.items() if first_use <= program.first_use_slot[first]]
     return Bucket(fqns, draw(st.sampled_from([None, *sorted(earlier)])), first)
 
 
@@ -101,9 +101,9 @@ def _reduction_buckets(draw: st.DrawFn, program: Program) -> list[tuple[Bucket, 
     for place, (fqns, issue) in enumerate(buckets):
         later = [*range(place, len(buckets)), len(buckets)]
         points = sorted([draw(st.sampled_from(later)), draw(st.sampled_from(later))])
-        then, wait = [buckets[i][0][0] if i < len(buckets) else None for i in points]
+        all_reduce_after, wait = [buckets[i][0][0] if i < len(buckets) else None for i in points]
         has_all_reduce = draw(st.booleans())
-        found.append((Bucket(fqns, issue, wait, then if has_all_reduce else None, place), has_all_reduce))
+        found.append((Bucket(fqns, issue, wait, all_reduce_after if has_all_reduce else None, place), has_all_reduce))
     return found
 
 
@@ -146,7 +146,7 @@ def test_needs_are_respected_and_the_plan_is_realised(program):
     assert [node for node in result if node in set(program.computes)] == program.computes
 
     def before(node: int) -> int:
-        """How many compute nodes come before."""
+        """Return how many compute nodes come before ``node``."""
         return sum(place[compute] < place[node] for compute in program.computes)
 
     n = len(program.computes)
@@ -278,6 +278,7 @@ def _three_layers() -> nn.Module:
     return simple_fsdp(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_nodes_that_were_not_put_in_order_are_an_error(monkeypatch):
     at_first = iter([lambda items: list(range(len(items)))])
@@ -286,6 +287,7 @@ def test_nodes_that_were_not_put_in_order_are_an_error(monkeypatch):
         capture(_three_layers(), torch.ones(4, 8), plan="block")
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_all_members_are_taken_out_of_an_unpacked_bucket_at_once():
     captured = capture(simple_fsdp(tiny_llama()), *batch(0, 0), plan="block")
@@ -298,6 +300,7 @@ def test_all_members_are_taken_out_of_an_unpacked_bucket_at_once():
             assert set(nodes[place : place + len(unpack.users)]) == set(unpack.users)
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_kernels_that_were_not_put_in_order_are_an_error(monkeypatch):
     torch._dynamo.reset()
@@ -338,6 +341,7 @@ def schedule(graph) -> str:
 
 @pytest.mark.usefixtures("one_of_four")
 class TestSchedules(expecttest.TestCase):
+    @pytest.mark.compile
     def test_order_of_plan_block(self):
         captured = capture(simple_fsdp(tiny_llama(layers=3)), *batch(0, 0), plan="block")
         self.assertExpectedInline(
@@ -391,6 +395,7 @@ wait tok_embeddings.weight
 """,
         )
 
+    @pytest.mark.compile
     def test_order_of_a_plan_without_prefetch(self):
         plan = manual_plan([["tok_embeddings", "layers.*"], ["norm", "output"]], prefetch=0)
         captured = capture(simple_fsdp(tiny_llama(layers=1)), *batch(0, 0), plan=plan)
@@ -423,6 +428,7 @@ wait tok_embeddings.weight
 """,
         )
 
+    @pytest.mark.compile
     def test_all_reduces_that_are_due_together_are_all_under_way_before_one_is_awaited(self):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         points = {"3": ("1", "0"), "2": ("1", "0"), "1": ("0", None), "0": (None, None)}
@@ -431,8 +437,14 @@ wait tok_embeddings.weight
             tuple(Bucket((fqn,), fqn, fqn, position=i) for i, fqn in enumerate(own)),
             tuple(Bucket((fqn,), fqn, fqn, position=i) for i, fqn in enumerate(reversed(own))),
             tuple(
-                Bucket((f"{i}.weight",), None, wait and f"{wait}.weight", then and f"{then}.weight", place)
-                for place, (i, (then, wait)) in enumerate(points.items())
+                Bucket(
+                    (f"{i}.weight",),
+                    None,
+                    wait and f"{wait}.weight",
+                    all_reduce_after and f"{all_reduce_after}.weight",
+                    place,
+                )
+                for place, (i, (all_reduce_after, wait)) in enumerate(points.items())
             ),
             (),
             tuple((fqn, (8, 8)) for fqn in own),
@@ -522,6 +534,8 @@ def _code_of_sum_of_weights() -> str:
     return codes[-1]
 
 
+@pytest.mark.subprocess
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_no_all_reduce_works_in_place_on_what_another_collective_reads():
     reductions = r"_c10d_functional\.(?:all_reduce_|reduce_scatter_tensor)\.default\((\w+)"
@@ -529,6 +543,8 @@ def test_no_all_reduce_works_in_place_on_what_another_collective_reads():
     assert len(inputs) == len(set(inputs)) == 3
 
 
+@pytest.mark.subprocess
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_a_kernel_that_overwrites_what_a_collective_reads_does_not_pass_it(monkeypatch):
     monkeypatch.setattr(compilation, "let_none_work_in_place_on_the_input_of_another", lambda _graph: None)
@@ -536,6 +552,7 @@ def test_a_kernel_that_overwrites_what_a_collective_reads_does_not_pass_it(monke
         _code_of_sum_of_weights()
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_a_gradient_that_two_members_of_a_bucket_share_counts_for_both():
     model = simple_fsdp(_SumOfWeights())
@@ -546,6 +563,7 @@ def test_a_gradient_that_two_members_of_a_bucket_share_counts_for_both():
     assert len({position for position, _ in packed.gradients}) == 1
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 @pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
 def test_only_an_all_reduce_whose_input_another_collective_reads_gets_a_copy(mode):

@@ -16,6 +16,8 @@ from tests.graphs import ALL_GATHER, PARTITIONERS, REDUCE_SCATTER, capture, node
 from tests.models import batch, tiny_llama
 from tests.ranks import fake_group
 
+pytestmark = pytest.mark.compile
+
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 

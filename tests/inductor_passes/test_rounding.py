@@ -10,7 +10,7 @@ from inductor_passes.ops.pack import PACK_GRADIENTS
 from simplefsdp import simple_fsdp
 from tests.graphs import REDUCE_SCATTER, capture, nodes
 
-pytestmark = pytest.mark.usefixtures("one_of_four")
+pytestmark = [pytest.mark.usefixtures("one_of_four"), pytest.mark.compile]
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 

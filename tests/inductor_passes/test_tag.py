@@ -11,7 +11,7 @@ from simplefsdp import simple_fsdp
 from tests.graphs import ALL_GATHER, PARTITIONERS, REDUCE_SCATTER, capture, fqns, whole_weights_among_outputs
 from tests.models import batch, tiny_llama, whole_weights_saved
 
-pytestmark = pytest.mark.usefixtures("one_of_four")
+pytestmark = [pytest.mark.usefixtures("one_of_four"), pytest.mark.compile]
 
 CHECKPOINTING = ["none", "block", "selective"]
 

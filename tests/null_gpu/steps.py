@@ -118,7 +118,7 @@ class Step:
     forward: list[Event]
     backward: list[Event]
     after: list[Event]
-    """Clipping and the optimizer."""
+    """Events of clipping and of the optimizer."""
     plans: tuple[BucketPlan, ...]
     """The plan of each pair of graphs, in the order of forward; none for ``plan="none"``."""
     codes: tuple[tuple[str, ...], ...]

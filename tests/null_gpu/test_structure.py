@@ -173,7 +173,7 @@ AS_LOGGED = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "r
 
 
 def generated(code: str) -> Iterator[str]:
-    """The same names, in the order in which TorchInductor's code calls them."""
+    """Yield names of kernels and collectives in the order in which TorchInductor's code calls them."""
     for found in CALLS.finditer(called_code(code)):
         if found["kernel"]:
             yield found["kernel"]

@@ -164,6 +164,7 @@ def test_shards_are_the_chunks_of_the_whole(shape, size, transposed):
             assert weight.to_local().is_contiguous()
 
 
+@pytest.mark.compile
 @one_of_four
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_called_inside_torch_compile(fullgraph):
@@ -221,9 +222,9 @@ def test_ignored_parameters_stay_whole_and_are_not_reduced(two_ranks: Ranks) -> 
 def _ignored() -> None:
     for lowering in ("eager", "aot_eager"):
         plain, model = zoo.build("tied"), zoo.build("tied")
-        kept = model[0].weight
-        simple_fsdp(model, ignored_params=[kept, model[2].bias])
-        assert model[0].weight is kept
+        weight = model[0].weight
+        simple_fsdp(model, ignored_params=[weight, model[2].bias])
+        assert model[0].weight is weight
         assert [isinstance(p, DTensor) for p in model.parameters()] == [False, True, True, True, True, False]
         forward = lowered(model, lowering, fullgraph=True)
         x = vectors(0, dist.get_rank())
@@ -233,6 +234,7 @@ def _ignored() -> None:
         torch.testing.assert_close(model[2].bias.grad, plain[2].bias.grad)
 
 
+@pytest.mark.compile
 @one_of_four
 def test_parameters_that_were_added_or_never_sharded_are_warned_of_when_compiling(caplog):
     caplog.set_level("WARNING")

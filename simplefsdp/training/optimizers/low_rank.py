@@ -79,11 +79,11 @@ class GaLore(MatrixOptimizer):
 
     def step_matrices(self, params: list[Tensor], group: dict[str, Any]) -> None:
         """Step the parameters of a group, and log what new subspaces keep."""
-        kept = [energy for param in params if (energy := self._step_projected(param, group)) is not None]
-        if kept:
-            share = torch.stack(kept).mean().item()
+        energies = [energy for param in params if (energy := self._step_projected(param, group)) is not None]
+        if energies:
+            share = torch.stack(energies).mean().item()
             log.info(
-                "GaLore searched %d subspaces, which keep %.1f %% of the gradients' energy", len(kept), 100 * share
+                "GaLore searched %d subspaces, which keep %.1f %% of the gradients' energy", len(energies), 100 * share
             )
 
     def _step_projected(self, param: Tensor, group: dict[str, Any]) -> Tensor | None:

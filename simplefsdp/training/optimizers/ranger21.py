@@ -233,9 +233,9 @@ def _reduce(members: Sequence[_Member], widest: DTensor | None) -> Tensor:
 def _all_reduce(vector: Tensor, widest: DTensor | None) -> Tensor:
     if widest is None:
         return vector
-    there = vector.to(mesh_device(widest.device_mesh))
-    dist.all_reduce(there, group=process_group(widest.device_mesh))
-    return there.to(vector.device)
+    total = vector.to(mesh_device(widest.device_mesh))
+    dist.all_reduce(total, group=process_group(widest.device_mesh))
+    return total.to(vector.device)
 
 
 def _schedule(group: dict[str, Any]) -> float:

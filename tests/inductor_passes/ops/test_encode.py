@@ -121,9 +121,9 @@ def test_two_steps_round_the_sums_of_a_node_once_more(form):
         one = DECODE_SUMS(sent[:, rank].reshape(-1), 8, [4096], form, torch.float32, 1.0)
         own = exact[rank * 4096 : (rank + 1) * 4096]
         errors.append([(found.double() - own).norm() for found in (one, two[rank][0])])
-    once, twice = torch.tensor(errors).norm(dim=0)
+    one_error, two_errors = torch.tensor(errors).norm(dim=0)
     # Eight roundings of gradients, and two of sums over four of them, which are twice as large.
-    assert 1.3 * once < twice < 1.5 * once
+    assert 1.3 * one_error < two_errors < 1.5 * one_error
 
 
 def test_gradients_are_rounded_to_the_dtype_of_the_reduction_and_divided():

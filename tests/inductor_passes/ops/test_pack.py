@@ -57,8 +57,8 @@ def test_gradients_are_packed_as_fsdp2_does(members, ranks, cast, as_on_cuda):
     one_kernel = as_on_cuda and not cast and all(gradient.numel() for gradient in gradients)
     with mock.patch.object(copies, "_has_a_kernel", return_value=one_kernel):
         packed = PACK_GRADIENTS(given_as, ranks, dtype)
-    there = [gradient for gradient in gradients if gradient.numel()]
-    expected = torch._chunk_cat(there, 0, ranks) if there else torch.empty(0)
+    not_empty = [gradient for gradient in gradients if gradient.numel()]
+    expected = torch._chunk_cat(not_empty, 0, ranks) if not_empty else torch.empty(0)
     torch.testing.assert_close(packed, expected.flatten().to(dtype), rtol=0, atol=0)
     divided = PACK_GRADIENTS(given_as, ranks, dtype, 8.0)
     torch.testing.assert_close(divided, packed / 8, rtol=0, atol=0)

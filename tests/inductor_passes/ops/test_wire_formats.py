@@ -88,6 +88,7 @@ def test_a_value_is_off_by_at_most_half_a_step_of_its_block(name, rows, numel, e
         assert (error <= STEP[base] * 1.001 * largest).all()
 
 
+@pytest.mark.subprocess
 @settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(list(FORMATS)),
@@ -163,13 +164,13 @@ def test_a_sum_in_bf16_fp32sum_has_the_error_of_one_rounding(ranks):
     exact = values.double().sum(0)
     allowed = values.abs().double().sum(0) * 2**-8 * 1.001
     assert ((summed(values, "bf16-fp32sum") - exact).abs() <= allowed).all()
-    once = relative(values.bfloat16().double().sum(0), exact)
-    assert relative(summed(values, "bf16-fp32sum").double(), exact) == pytest.approx(once, rel=1e-3)
+    of_one_rounding = relative(values.bfloat16().double().sum(0), exact)
+    assert relative(summed(values, "bf16-fp32sum").double(), exact) == pytest.approx(of_one_rounding, rel=1e-3)
     in_turn = values.bfloat16()
     total = in_turn[0]
     for row in in_turn[1:]:
         total = total + row
-    assert ranks == 2 or relative(total.double(), exact) > once
+    assert ranks == 2 or relative(total.double(), exact) > of_one_rounding
 
 
 def test_formats_of_gathers_and_reductions_come_by_harm():

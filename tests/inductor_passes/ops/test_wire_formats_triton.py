@@ -9,6 +9,8 @@ import pytest
 
 from tests.interpreter import interpreted
 
+pytestmark = pytest.mark.subprocess
+
 triton = pytest.importorskip("triton", reason="needs Triton")
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -31,19 +31,21 @@ def cost_graphs(draw: st.DrawFn, gathers: int, reductions: int, channels: int = 
     count = draw(st.integers(0, gathers))
     steps = draw(st.integers(max(1, count), max(1, count) + 2))
     uses = sorted(draw(st.lists(st.integers(0, steps), min_size=count, max_size=count)))
-    there = sorted(draw(st.lists(st.integers(0, steps), max_size=reductions)))
+    ready_slots = sorted(draw(st.lists(st.integers(0, steps), max_size=reductions)))
     size = st.integers(1, 4)
-    members = [(draw(kind), draw(size), use, use + draw(st.integers(0, 1))) for use in uses]
+    members = [(draw(kind), draw(size), first_use, first_use + draw(st.integers(0, 1))) for first_use in uses]
     return CostGraph(
         tuple(draw(_SECONDS) for _ in range(steps)),
         tuple(draw(st.integers(0, 4)) for _ in range(steps)),
         tuple(draw(st.integers(0, 2)) for _ in range(steps + 1)),
         tuple(
-            Gather(f"g{i}", kind, nbytes, use, min(steps, last), draw(st.sampled_from([0, int(nbytes * kind.shard)])))
-            for i, (kind, nbytes, use, last) in enumerate(members)
+            Gather(
+                f"g{i}", kind, nbytes, first_use, min(steps, last), draw(st.sampled_from([0, int(nbytes * kind.shard)]))
+            )
+            for i, (kind, nbytes, first_use, last) in enumerate(members)
         ),
         tuple(
             Reduction(f"r{i}", draw(st.sampled_from(reducing)), draw(size), slot, draw(st.integers(0, 1)))
-            for i, slot in enumerate(there)
+            for i, slot in enumerate(ready_slots)
         ),
     )

@@ -20,7 +20,7 @@ from inductor_passes.torch_compat import aot_autograd
 from simplefsdp import WireFormat, simple_fsdp
 from tests.graphs import capture
 
-pytestmark = pytest.mark.usefixtures("one_of_four")
+pytestmark = [pytest.mark.usefixtures("one_of_four"), pytest.mark.compile]
 
 
 @dataclass(frozen=True)
@@ -206,8 +206,8 @@ def test_a_gradient_is_as_large_as_its_dtype_says_until_it_is_cast_for_its_reduc
         ("up", 16 * 8 * 4, 16 * 8 * 2),
         ("down", 16 * 8 * 4, 16 * 8 * 2),
     }
-    _, alike = cost_graphs(Gated(), torch.ones(4, 8, requires_grad=True))
-    assert {r.copied_from for r in alike.reductions} == {None}
+    _, gated = cost_graphs(Gated(), torch.ones(4, 8, requires_grad=True))
+    assert {r.copied_from for r in gated.reductions} == {None}
 
 
 def test_weights_that_are_kept_outlive_forward_and_are_not_gathered_again() -> None:

@@ -27,6 +27,7 @@ def pair(kind: CollectiveKind = KIND, weights: int = 4, nbytes: int = 10) -> tup
     return CostGraph(seconds, nothing[1:], nothing, forward, ()), CostGraph(seconds, nothing[1:], nothing, backward, ())
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_graphs_predicted_for_unsharded_weights_are_those_that_torch_makes() -> None:
     def graphs(**reshard: bool) -> tuple[CostGraph, CostGraph]:
@@ -39,9 +40,9 @@ def test_graphs_predicted_for_unsharded_weights_are_those_that_torch_makes() -> 
         return cost_graph_of(captured.forward, Rates(), given), cost_graph_of(captured.backward, Rates(), given)
 
     resharded, real = graphs(), graphs(layers_1=False)
-    kept = {gather.fqn for gather in resharded[1].gathers if gather.fqn.startswith("layers.1.")}
-    assert len(kept) > 5
-    supposed = keep_unsharded(*resharded, kept)
+    unsharded = {gather.fqn for gather in resharded[1].gathers if gather.fqn.startswith("layers.1.")}
+    assert len(unsharded) > 5
+    supposed = keep_unsharded(*resharded, unsharded)
     for one, other in zip(supposed, real, strict=True):
         assert [g.fqn for g in one.gathers] == [g.fqn for g in other.gathers]
         assert one.seconds == pytest.approx(other.seconds)
@@ -83,12 +84,12 @@ def test_the_choice_is_not_slower_than_to_keep_nothing_and_fits(
 ) -> None:
     forward, backward = keep_unsharded(forward, backward, ())  # a step ends where something is needed or made
     least = max(least_memory_schedule(forward).timeline.peak, least_memory_schedule(backward).timeline.peak)
-    kept = choose_unsharded(forward, backward, [g.fqn for g in backward.gathers], least + spare)
-    found = [search_schedule(graph, least + spare) for graph in keep_unsharded(forward, backward, kept)]
+    unsharded = choose_unsharded(forward, backward, [g.fqn for g in backward.gathers], least + spare)
+    found = [search_schedule(graph, least + spare) for graph in keep_unsharded(forward, backward, unsharded)]
     assert all(found)
     before = [search_schedule(graph, least + spare) for graph in (forward, backward)]
-    now, then = (sum(each.timeline.seconds for each in both if each) for both in (found, before))
-    assert now <= 1.005 * then
+    seconds, seconds_before = (sum(each.timeline.seconds for each in both if each) for both in (found, before))
+    assert seconds <= 1.005 * seconds_before
 
 
 def test_a_large_head_is_kept_alone_where_there_is_room_for_no_more() -> None:

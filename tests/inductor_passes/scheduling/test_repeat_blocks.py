@@ -14,6 +14,8 @@ from simplefsdp.compile.backend import trace_cost_graphs
 from tests.models import PROFILE, batch, tiny_llama
 from tests.ranks import fake_group
 
+pytestmark = pytest.mark.compile
+
 
 def traced(model: nn.Module, *inputs: Any, reshard: bool = True) -> tuple[CostGraph, CostGraph]:
     torch._dynamo.reset()

@@ -169,9 +169,9 @@ def planned(draw: st.DrawFn) -> tuple[CostGraph, list[Bucket], list[Bucket]]:
     for place, reduced in enumerate(parts):
         later = [part[0].fqn for part in parts[place:]]
         points = sorted(draw(st.tuples(*[st.integers(0, len(later))] * 2)))
-        then, wait = [later[i] if i < len(later) else None for i in points]
+        all_reduce_after, wait = [later[i] if i < len(later) else None for i in points]
         issue = draw(st.sampled_from([None, reduced[-1].fqn, graph.reductions[-1].fqn]))
-        reductions.append(Bucket(tuple(r.fqn for r in reduced), issue, wait, then, place))
+        reductions.append(Bucket(tuple(r.fqn for r in reduced), issue, wait, all_reduce_after, place))
     return graph, gathers, reductions
 
 
@@ -238,7 +238,7 @@ def ordered(graph: CostGraph, gathers: Sequence[Bucket], reductions: Sequence[Bu
         for kind, of_kind, fqns in collectives(bucket, graph.reductions):
             key = ("reduce", fqns)
             of = {"fqns": fqns, "bucket": bucket}
-            made = [(steps[there - 1] if (there := graph.reductions[i].ready_slot) else -1) for i in of_kind]
+            made = [(steps[ready - 1] if (ready := graph.reductions[i].ready_slot) else -1) for i in of_kind]
             node = add(
                 issue(key, run.issue_reductions, of_kind),
                 *(source for source in made if source >= 0),

@@ -108,7 +108,9 @@ def test_nothing_needs_less_memory_than_the_minimum(graph: CostGraph) -> None:
 def test_gathers_of_one_slot_are_issued_before_it_together_though_one_alone_saves_nothing() -> None:
     kind = CollectiveKind("0", alpha_s=0.0, s_per_byte=0.1, shard=0.5)
     sizes = ((1, 1, 0), (1, 1, 0), (2, 1, 1), (1, 2, 0))
-    gathers = tuple(Gather(f"g{i}", kind, nbytes, use, use, more) for i, (nbytes, use, more) in enumerate(sizes))
+    gathers = tuple(
+        Gather(f"g{i}", kind, nbytes, first_use, first_use, more) for i, (nbytes, first_use, more) in enumerate(sizes)
+    )
     graph = CostGraph((0.2,) * 4, (0,) * 4, (0, 1, 0, 0, 0), gathers, ())
     assert least_memory_schedule(graph).timeline.peak == 5
     assert [scheduled.issue_slot for scheduled in least_memory_schedule(graph).schedule.gathers] == [0, 0, 0, 2]
@@ -309,8 +311,8 @@ def test_memory_of_a_gather_counts_the_fullest_step_until_its_use(graph: CostGra
         for slot in range(run.slot, due.uses[k] + 1):
             copies = [
                 n
-                for use, n, members in zip(due.uses, due._nbytes, due.members, strict=True)
-                if use == slot and len(members) > 1
+                for first_use, n, members in zip(due.uses, due._nbytes, due.members, strict=True)
+                if first_use == slot and len(members) > 1
             ]
             most = max(most, graph.live_bytes_at_slot[slot] + alive + max(copies, default=0))
             if slot < len(graph.live_bytes_in_step):

@@ -18,14 +18,14 @@ def forward(*gathers: Gather, seconds: float = 3.0) -> CostGraph:
     return CostGraph((seconds,) * steps, (0,) * steps, (0,) * (steps + 1), gathers, ())
 
 
-def backward(*there: int, seconds: float = 3.0, kind: CollectiveKind = KIND) -> CostGraph:
+def backward(*ready_slots: int, seconds: float = 3.0, kind: CollectiveKind = KIND) -> CostGraph:
     """A reduction of 10 bytes for each gradient."""
-    steps = max(there)
-    reductions = tuple(Reduction(f"w{i}", kind, 10, slot, 1) for i, slot in enumerate(there))
+    steps = max(ready_slots)
+    reductions = tuple(Reduction(f"w{i}", kind, 10, slot, 1) for i, slot in enumerate(ready_slots))
     return CostGraph((seconds,) * steps, (0,) * steps, (0,) * (steps + 1), (), reductions)
 
 
-A, B, C = (Gather(name, KIND, 10, use, use) for use, name in enumerate("abc"))
+A, B, C = (Gather(name, KIND, 10, first_use, first_use) for first_use, name in enumerate("abc"))
 
 
 def test_the_first_gather_has_nothing_before_it() -> None:
@@ -56,11 +56,11 @@ def test_memory_or_the_plan() -> None:
     graph = forward(A, B, C)
     late = Schedule(tuple(ScheduledBucket((i,), i, i) for i in range(3)), ())
     assert replay(graph, late).peak == 10
-    for room, bound, where in (
+    for memory_limit, bound, where in (
         (10, "memory", "issued earlier, the step would be 2000.00 ms shorter and 0.00 MiB too large"),
         (20, "plan", "issued earlier, the step would be 2000.00 ms shorter"),
     ):
-        gathers, _ = diagnose(graph, late, room)
+        gathers, _ = diagnose(graph, late, memory_limit)
         assert [one.bound for one in gathers] == ["dependency", bound, bound]
         assert gathers[1].where == where
         assert [one.exposed for one in gathers] == [2.0, 2.0, 2.0]
@@ -96,8 +96,8 @@ def test_diagnosis_says_what_merging_with_the_next_bucket_would_do() -> None:
 def test_reductions_are_awaited_later_or_not() -> None:
     graph = backward(1, 2, 3)
     at_once = Schedule((), tuple(ScheduledBucket((i,), i + 1, i + 1) for i in range(3)))
-    for room, bound in ((math.inf, "plan"), (replay(graph, at_once).peak, "memory")):
-        _, reductions = diagnose(graph, at_once, room)
+    for memory_limit, bound in ((math.inf, "plan"), (replay(graph, at_once).peak, "memory")):
+        _, reductions = diagnose(graph, at_once, memory_limit)
         assert [one.bound for one in reductions] == [bound, bound, "dependency"]
         assert [one.exposed for one in reductions] == [2.0, 2.0, 2.0]
         assert reductions[0].where.startswith("awaited later, the step would be 2000.00 ms shorter")
@@ -109,8 +109,8 @@ def test_reductions_are_awaited_later_or_not() -> None:
 
 
 def test_an_all_reduce_that_follows_belongs_to_its_bucket() -> None:
-    then = CollectiveKind("replicate", alpha_s=4.0, s_per_byte=0.0)
-    graph = backward(1, kind=KIND._replace(all_reduce_after=then))
+    all_reduce = CollectiveKind("replicate", alpha_s=4.0, s_per_byte=0.0)
+    graph = backward(1, kind=KIND._replace(all_reduce_after=all_reduce))
     _, (one,) = diagnose(graph, Schedule((), (ScheduledBucket((0,), 1, 2, 2),)), math.inf)
     assert [span.what for span in one.spans] == ["reduce", "all-reduce"]
     assert one.exposed == pytest.approx(6.0)

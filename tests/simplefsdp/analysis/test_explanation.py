@@ -32,7 +32,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with fake_group(4, 0):
         for name in ("block", "auto"):
             planned(root / name, name)
-        planned(root / "kept", "auto", reshard="auto")
+        planned(root / "unsharded", "auto", reshard="auto")
     return root
 
 
@@ -48,7 +48,7 @@ def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["block", "auto", "kept"])
+@pytest.mark.parametrize("name", ["block", "auto", "unsharded"])
 def test_an_explanation_agrees_with_the_plan_and_the_prediction(
     reports: Path, explained: dict[str, Explanation], name: str
 ) -> None:
@@ -106,21 +106,21 @@ def test_a_screen_shows_what_is_exposed_longest(explained: dict[str, Explanation
 
 
 def test_a_suggested_change_brings_the_gain_that_is_stated(explained: dict[str, Explanation]) -> None:
-    block, auto, kept = (explained[name] for name in ("block", "auto", "kept"))
+    block, auto, unsharded = (explained[name] for name in ("block", "auto", "unsharded"))
     changes = {change.what: change for change in block.changes}
     assert [change.gain for change in block.changes] == sorted((c.gain for c in block.changes), reverse=True)
     assert changes["plan='auto', as much memory"].step_s == pytest.approx(auto.prediction.step_s, rel=0.01)
     assert not any(change.what.startswith("plan=") for change in auto.changes)
     (whole,) = (change for change in auto.changes if change.what.startswith("reshard_after_forward=False for "))
-    assert whole.step_s == pytest.approx(kept.prediction.step_s, rel=0.01)
+    assert whole.step_s == pytest.approx(unsharded.prediction.step_s, rel=0.01)
     assert whole.gain == pytest.approx(auto.prediction.step_s / whole.step_s - 1)
 
 
 def test_why_weights_are_kept_or_gathered_again_is_said(explained: dict[str, Explanation]) -> None:
-    auto, kept = explained["auto"], explained["kept"]
-    saved = auto.gathered_bytes - kept.gathered_bytes
+    auto, unsharded = explained["auto"], explained["unsharded"]
+    saved = auto.gathered_bytes - unsharded.gathered_bytes
     assert saved > 0
-    assert f"({len(kept.plan.keep_unsharded)}): {saved / 2**20:.1f} MiB, which save " in kept.text()
+    assert f"({len(unsharded.plan.keep_unsharded)}): {saved / 2**20:.1f} MiB, which save " in unsharded.text()
     assert "kept unsharded until backward" not in auto.text()
     assert auto.keeping is not None
     again = len(auto.costs.backward.gathers)
@@ -134,11 +134,13 @@ def test_why_weights_are_kept_or_gathered_again_is_said(explained: dict[str, Exp
 def test_more_memory_is_proposed_where_it_helps(explained: dict[str, Explanation]) -> None:
     free = explained["auto"]
     assert not any(change.what.startswith("a memory budget") for change in free.changes)
-    room = explained["block"].prediction.peak_bytes - free.costs.resident_bytes
-    tight = explain(explained["block"].plan, free.costs._replace(memory_limit_bytes=room - 1))
+    memory_limit = explained["block"].prediction.peak_bytes - free.costs.resident_bytes
+    tight = explain(explained["block"].plan, free.costs._replace(memory_limit_bytes=memory_limit - 1))
     assert any(change.what.startswith("a memory budget of") for change in tight.changes)
     assert all(
-        change.peak_bytes < room + free.costs.resident_bytes for change in tight.changes if "as much" in change.what
+        change.peak_bytes < memory_limit + free.costs.resident_bytes
+        for change in tight.changes
+        if "as much" in change.what
     )
     limit = f"MiB of {tight.memory_limit_bytes / 2**20:.1f} MiB, "
     assert limit in tight.text(0)
@@ -162,6 +164,7 @@ def test_two_reports_are_compared(
     assert f"-plan {block.plan.hash}" in text
 
 
+@pytest.mark.compile
 def test_a_folder_without_a_report_is_named(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match=r"simplefsdp explain: .*: no report here"):
         printed(capsys, monkeypatch, tmp_path)
@@ -173,8 +176,8 @@ def test_a_folder_without_a_report_is_named(tmp_path: Path, capsys: Any, monkeyp
 @given(cost_graphs(gathers=4, reductions=0), cost_graphs(gathers=4, reductions=4, channels=2))
 @settings(max_examples=100, deadline=None)
 def test_costs_are_read_as_they_were_written(forward: Any, backward: Any) -> None:
-    for room in (7.0, float("inf")):
-        costs = StepCosts("p", forward, backward, 5, 0.25, room)
+    for memory_limit in (7.0, float("inf")):
+        costs = StepCosts("p", forward, backward, 5, 0.25, memory_limit)
         assert StepCosts.from_json(costs.to_json()) == costs
 
 

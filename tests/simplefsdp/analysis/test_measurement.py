@@ -117,6 +117,7 @@ def test_a_measurement_is_written_into_the_report(
     assert sorted(times) == sorted(f"{1e3 * bucket['measured']['exposed_s']:.2f}" for bucket in data["buckets"])
 
 
+@pytest.mark.compile
 def test_measuring_again_replaces_what_was_measured(tmp_path: Path) -> None:
     with rehearsal.world(8, SLOW):
         step = stepped(tmp_path)

@@ -71,6 +71,7 @@ def test_frozen_parameters_have_no_optimizer_state() -> None:
     )
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_plan_and_prediction_are_artifacts_of_torchs_own_trace(caplog: pytest.LogCaptureFixture) -> None:
     options: Any = {"plan": "block", "profile": PROFILE, "lower_with": "aot_eager"}
@@ -87,6 +88,7 @@ def test_plan_and_prediction_are_artifacts_of_torchs_own_trace(caplog: pytest.Lo
     assert json.loads(payloads["simplefsdp_prediction"])["plan"] == plan.hash
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 @pytest.mark.parametrize("plan", ["auto", "block"])
 def test_a_prediction_is_logged_and_written_into_the_report(

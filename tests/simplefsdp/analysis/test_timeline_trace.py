@@ -11,6 +11,8 @@ import torch
 from simplefsdp import BucketPlan, simple_fsdp
 from tests.models import PROFILE, batch, tiny_llama
 
+pytestmark = pytest.mark.compile
+
 
 def written(folder: Path, plan: str, mesh: Any = None) -> tuple[list[dict[str, Any]], dict[str, Any], BucketPlan]:
     options: Any = {"plan": plan, "profile": PROFILE, "lower_with": "aot_eager", "report_dir": str(folder)}
@@ -51,9 +53,9 @@ def test_nothing_on_a_track_overlaps_and_each_group_has_its_own(tmp_path: Path) 
         spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == track)
         assert spans
         assert all(end <= start + 1e-3 for (_, end), (start, _) in pairwise(spans))
-    followed = [event for event in events if event.get("cat") == "all-reduce"]
-    assert len(followed) == len(chosen.reductions)
-    assert {event["tid"] for event in followed}.isdisjoint(e["tid"] for e in events if e.get("cat") == "gather")
+    all_reduces = [event for event in events if event.get("cat") == "all-reduce"]
+    assert len(all_reduces) == len(chosen.reductions)
+    assert {event["tid"] for event in all_reduces}.isdisjoint(e["tid"] for e in events if e.get("cat") == "gather")
     for event in events:
         if "args" in event and "issued_us" in event["args"]:
             assert event["args"]["issued_us"] <= event["ts"] + 1e-3

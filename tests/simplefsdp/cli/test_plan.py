@@ -18,6 +18,8 @@ from simplefsdp.cli import main as cli
 from simplefsdp.cli.explain import read
 from simplefsdp.models import llama
 
+pytestmark = pytest.mark.compile
+
 SMALL = ("--model", "llama3-debug", "--ranks", "8", "--profile", "h100", "--seq", "128")
 
 
@@ -68,10 +70,13 @@ def test_the_plan_is_that_of_the_compilation(
 ) -> None:
     flags = [flag for name, value in options.items() for flag in (f"--{name.replace('_', '-')}", value)]
     plan(monkeypatch, *SMALL, "--layers", 8, *flags, "--out", tmp_path / "planned")
-    planned, there = BucketPlan.load(tmp_path / "planned" / "plan.json"), compiled(tmp_path / "compiled", **options)
-    assert planned == there
+    planned, compiled_plan = (
+        BucketPlan.load(tmp_path / "planned" / "plan.json"),
+        compiled(tmp_path / "compiled", **options),
+    )
+    assert planned == compiled_plan
     assert bool(planned.keep_unsharded) == ("keep_unsharded" in options)
-    assert planned.hash == there.hash
+    assert planned.hash == compiled_plan.hash
     (one,), (other,) = (read(tmp_path / name).values() for name in ("planned", "compiled"))
     if planned.keep_unsharded:  # here it is worked out what becomes of the graphs, there they are made
         assert one.prediction.step_s == pytest.approx(other.prediction.step_s)

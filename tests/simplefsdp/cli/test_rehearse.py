@@ -56,6 +56,8 @@ def test_every_system_is_measured(
     assert not dist.is_initialized()
 
 
+@pytest.mark.subprocess
+@pytest.mark.compile
 def test_the_table_and_other_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--seq 8 --steps 1 --ranks 8 --network cpu-hybrid --hybrid --rank 5 --plan none --dtype bf16"
     rehearse(f"--model tests.simplefsdp.rehearsal.models:WithLogits {arguments}", monkeypatch)
@@ -84,6 +86,7 @@ def test_a_turn_is_held_from_the_first_collective_until_the_end(
     FileLock(lock).acquire(timeout=0)
 
 
+@pytest.mark.compile
 def test_a_profile_and_a_budget_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SIMPLEFSDP_REPORT_DIR", str(tmp_path))
     rehearse(f"{TINY} {FAST} --ranks 2 --plan auto --profile h200 --memory-budget 1GiB --trace {tmp_path}", monkeypatch)
@@ -95,6 +98,7 @@ def test_a_profile_and_a_budget_are_those_of_the_plan(monkeypatch: pytest.Monkey
         rehearse(f"{TINY} {FAST} --ranks 2 --plan auto --profile h200 --memory-budget 1KiB", monkeypatch)
 
 
+@pytest.mark.compile
 def test_a_tensor_parallel_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = f"--seq 8 --steps 1 --ranks 8 --tp 2 {FAST} --plan none --layers 1 --json"
     rehearse(f"--model llama3-debug {arguments}", monkeypatch)

@@ -62,6 +62,7 @@ def test_bad_options_are_named(options, error, message):
         parse_options(options)
 
 
+@pytest.mark.compile
 @one_of_four
 def test_a_bad_option_is_an_error_of_the_first_call():
     model = torch.compile(simple_fsdp(nn.Linear(2, 8)), backend="simplefsdp", options={"plna": "block"})
@@ -81,6 +82,7 @@ def test_the_environment_may_name_the_folder_of_reports(monkeypatch):
     assert parse_options(None).report_dir is None
 
 
+@pytest.mark.subprocess
 def test_the_backend_is_an_entry_point_and_found_without_importing_the_package():
     (entry,) = entry_points(group="torch_dynamo_backends", name="simplefsdp")
     assert entry.value == "simplefsdp.compile.backend:simplefsdp"
@@ -88,6 +90,7 @@ def test_the_backend_is_an_entry_point_and_found_without_importing_the_package()
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.compile
 @one_of_four
 def test_the_default_plan_says_what_it_means(caplog):
     from simplefsdp.compile.options import _say_what_auto_is
@@ -99,6 +102,7 @@ def test_the_default_plan_says_what_it_means(caplog):
     assert "plan='auto' means 'block'" in caplog.text
 
 
+@pytest.mark.compile
 @one_of_four
 def test_module_compile_in_place_uses_the_backend():
     model = simple_fsdp(tiny_llama())
@@ -108,6 +112,7 @@ def test_module_compile_in_place_uses_the_backend():
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.compile
 @one_of_four
 def test_inductor_options_reach_inductor():
     seen = []
@@ -178,11 +183,11 @@ def test_switches_that_are_not_true_or_false_are_refused_by_name():
 
 @one_of_four
 def test_blocks_are_not_shared_where_inductor_generates_cpp_around_its_kernels():
-    once = [
+    compiles_once = [
         compilation_context([], parse_options({"plan": "block", "inductor": inductor})).compile_once
         for inductor in ({}, {"cpp_wrapper": True})
     ]
-    assert once == [True, False]
+    assert compiles_once == [True, False]
 
 
 @one_of_four
@@ -215,6 +220,8 @@ def test_a_change_of_any_source_file_of_both_packages_is_another_compile_cache_k
     assert set(hashed) == files
 
 
+@pytest.mark.subprocess
+@pytest.mark.compile
 @one_of_four
 def test_without_a_report_nothing_is_written_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_args: object) -> None:
@@ -294,6 +301,8 @@ def test_a_report_shows_each_graph_before_and_after_each_pass_also_from_a_warm_c
     assert re.findall(operators + r"\.default\(", code) == re.findall(f"= {operators}", "\n".join(kernels[1]))
 
 
+@pytest.mark.subprocess
+@pytest.mark.compile
 @pytest.mark.parametrize("plan", ["block", pytest.param("none", marks=pytest.mark.slow)])
 def test_a_plan_is_logged_once_also_from_a_warm_cache(caplog, plan):
     counters = torch._dynamo.utils.counters["aot_autograd"]
@@ -324,6 +333,8 @@ class _WithABranch(nn.Module):
         return self.layers[1](x)
 
 
+@pytest.mark.subprocess
+@pytest.mark.compile
 @one_of_four
 def test_the_branches_of_a_cond_are_left_alone(tmp_path):
     model = simple_fsdp(_WithABranch())
@@ -337,6 +348,7 @@ def test_the_branches_of_a_cond_are_left_alone(tmp_path):
     assert len(BucketPlan.load(folder / "plan.json").reductions) == 2
 
 
+@pytest.mark.compile
 @one_of_four
 def test_inductor_options_without_inductor_are_mentioned(caplog):
     model = simple_fsdp(nn.Linear(8, 8))

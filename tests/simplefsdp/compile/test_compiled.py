@@ -90,10 +90,10 @@ def test_switching_resharding_holds_with_a_warm_cache() -> None:
             finally:
                 ranks.close()
     # Three buckets: what precedes the one block, the block, what follows it.
-    kept, resharded = [(3, 0), (0, 3), (3, 0)], [(3, 0), (2, 3), (3, 0)]
+    unsharded, resharded = [(3, 0), (0, 3), (3, 0)], [(3, 0), (2, 3), (3, 0)]
     matrices = 7 + 1  # of the block and the output
     for counts, saved, _ in runs[0] + runs[1]:
-        assert counts == [resharded, kept, resharded]
+        assert counts == [resharded, unsharded, resharded]
         assert saved == [0, matrices, 0]
     assert [hits > 0 for _, _, hits in runs[1]] == [True, True]
 

@@ -147,9 +147,9 @@ def test_in_fp32_inductor_gives_the_same_bits_whether_blocks_are_compiled_once_o
 def _same_bits() -> None:
     # In bf16 they differ by rounding: what a kernel hands on to itself is not rounded, and a body ends a kernel.
     found = []
-    for once in (False, True):
+    for compiles_once in (False, True):
         torch._dynamo.reset()
-        found.append(_ours(POLICIES["fp32"], {"plan": "block", "compile_once": once}, {}, 3))
+        found.append(_ours(POLICIES["fp32"], {"plan": "block", "compile_once": compiles_once}, {}, 3))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 

@@ -46,6 +46,7 @@ def planned(
     return BucketPlan.load(path)
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 @pytest.mark.parametrize("name", ["auto", "greedy"])
 def test_each_parameter_is_in_one_bucket(tmp_path: Path, name: str) -> None:
@@ -60,11 +61,12 @@ def test_each_parameter_is_in_one_bucket(tmp_path: Path, name: str) -> None:
     assert 1 < len(found.reductions) < len(fqns)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(
     ("checkpointing", "reshard"), [("selective", True), pytest.param("none", "auto", marks=pytest.mark.slow)]
 )
 def test_all_ranks_plan_the_same_however_uneven_their_shards(checkpointing: str, reshard: Reshard) -> None:
-    plans, kept = [], []
+    plans, unsharded = [], []
     for rank in (0, 6):
         with fake_group(7, rank):
             model = tiny_llama(dim=40, tie_embeddings=True, activation_checkpointing=checkpointing)
@@ -72,13 +74,14 @@ def test_all_ranks_plan_the_same_however_uneven_their_shards(checkpointing: str,
             captured = capture(model, *batch(0, 0), plan="auto", profile=PROFILE)
             nodes = [*captured.forward.nodes, *captured.backward.nodes]
             plans.append([node.meta[BUCKET] for node in nodes if FQNS in node.meta])
-            kept.append(len(whole_weights_among_outputs(captured.forward)))
+            unsharded.append(len(whole_weights_among_outputs(captured.forward)))
     assert len(plans[0]) > 10
     assert plans[0] == plans[1]
-    assert kept[0] == kept[1]
-    assert bool(kept[0]) == (reshard == "auto")
+    assert unsharded[0] == unsharded[1]
+    assert bool(unsharded[0]) == (reshard == "auto")
 
 
+@pytest.mark.compile
 def test_ranks_of_groups_on_more_nodes_than_others_plan_the_same() -> None:
     inside = dict.fromkeys(PROFILE.network.inside, Link(bandwidth_bytes_per_s=1e10, alpha_s=1e-6))
     uneven = replace(PROFILE.network, ranks_per_node=4, nodes=2, inside=inside)
@@ -93,6 +96,7 @@ def test_ranks_of_groups_on_more_nodes_than_others_plan_the_same() -> None:
     assert plans[0] == plans[1]
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_a_budget_that_cannot_be_met_says_what_can(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"option 'memory_budget'=1000: this step needs at least \d+ bytes") as error:
@@ -106,15 +110,16 @@ def test_a_budget_that_cannot_be_met_says_what_can(tmp_path: Path) -> None:
         planned(tmp_path / "under", memory_budget=least - 1)
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_auto_knows_of_block_and_greedy_and_gives_time_for_memory_without_a_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[Any, list[Schedule], float]] = []
 
-    def spy(graph: Any, room: float, proposals: list[Schedule], *, tolerance: float) -> Any:
+    def spy(graph: Any, memory_limit: float, proposals: list[Schedule], *, tolerance: float) -> Any:
         told.append((graph, proposals, tolerance))
-        return search_schedule(graph, room, proposals, tolerance=tolerance)
+        return search_schedule(graph, memory_limit, proposals, tolerance=tolerance)
 
     monkeypatch.setattr("simplefsdp.compile.plan_step.search_schedule", spy)
     block = planned(tmp_path / "block", "block")
@@ -192,6 +197,7 @@ def test_reshard_auto_follows_a_saved_plan_and_is_true_without_a_planner(tmp_pat
         planned(tmp_path / "refused", whole)
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_greedy_under_a_budget_that_it_does_not_keep_is_what_needs_least(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="needs at least") as error:
@@ -296,6 +302,7 @@ def test_hybrid_shards_and_weights_that_are_kept_are_planned_too() -> None:
             assert bool(whole_weights_among_outputs(captured.forward)) == keeps
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 @pytest.mark.parametrize("name", ["auto", "greedy"])
 def test_evaluation_has_a_plan_of_its_own(tmp_path: Path, name: str) -> None:
@@ -309,6 +316,7 @@ def test_evaluation_has_a_plan_of_its_own(tmp_path: Path, name: str) -> None:
     assert found.backward == found.reductions == ()
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_only_what_cannot_be_hidden_travels_in_its_format(tmp_path: Path) -> None:
     formats = WireFormat(gather="int8", reduce="int8")
@@ -349,6 +357,7 @@ class Scaled(nn.Module):
         return self.linear(self.scale * x).sum()
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_a_saved_plan_is_accepted_again(tmp_path: Path, shape: tuple[int, ...]) -> None:

@@ -44,6 +44,8 @@ def test_nothing_is_shown_where_no_terminal_is() -> None:
     assert shown.getvalue() == ""
 
 
+@pytest.mark.subprocess
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_a_first_step_names_its_stages(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.compile(simple_fsdp(nn.Linear(8, 8)), backend="simplefsdp", options={"plan": "block"})

@@ -15,6 +15,8 @@ from simplefsdp import simple_fsdp
 from simplefsdp.compile import passes
 from tests.ranks import fake_group
 
+pytestmark = [pytest.mark.compile, pytest.mark.subprocess]
+
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelno == logging.WARNING]

@@ -49,6 +49,7 @@ def test_a_rate_is_that_of_forward_and_backward_together() -> None:
     assert profile.compute_s("matmul", torch.bfloat16, 2 * 4096**3) == pytest.approx(2 * 4096**3 / 228e12)
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_a_name_is_enough() -> None:
     options: Any = {"plan": "auto", "profile": "h200/h100-8-nodes"}

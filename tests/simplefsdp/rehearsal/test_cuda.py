@@ -1,4 +1,4 @@
-"""On a GPU, where there is one."""
+"""Rehearsals on a GPU, where there is one."""
 
 import time
 from typing import Any

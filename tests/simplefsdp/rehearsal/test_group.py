@@ -171,6 +171,7 @@ def _dtensors(x: Tensor) -> Tensor:
 X = torch.arange(8.0)
 
 
+@pytest.mark.subprocess
 @pytest.mark.parametrize(
     ("collective", "expected"),
     [
@@ -463,6 +464,7 @@ def test_training_is_bitwise_that_of_a_real_world_of_clones(fn: Callable[[], Any
         torch.testing.assert_close(fn(), expected, rtol=0, atol=0)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("lowering", ["eager", "aot_eager", "inductor"])
 def test_slow_and_free_networks_give_the_same_bits(lowering: str) -> None:
     """Late data movement: nothing that runs here uses a buffer before its collective is through."""

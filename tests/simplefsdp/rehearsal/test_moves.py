@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.interpreter import interpreted
+
+pytestmark = pytest.mark.subprocess
 
 
 def test_triton_interprets_the_kernel_that_copies() -> None:

@@ -254,6 +254,7 @@ def _does_not_fit(folder: Path) -> None:
     assert str(error.value.failures[0][0]).split("\n  ")[1:] == missing
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_however_it_is_compiled_the_keys_are_the_same() -> None:
     model, optimizer = model_of(simple_fsdp)

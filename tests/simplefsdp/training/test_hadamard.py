@@ -81,6 +81,7 @@ def test_the_normalized_transform_is_its_own_inverse_and_its_own_gradient() -> N
     torch.testing.assert_close(grad, hadamard_transform(weights, 64), rtol=0, atol=0)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_it_is_compiled_as_one_operator(backend: str) -> None:
     def loss(x: torch.Tensor) -> torch.Tensor:

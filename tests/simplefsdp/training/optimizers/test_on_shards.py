@@ -44,7 +44,7 @@ def uneven() -> nn.Module:
 
 
 def same_state(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
-    """Values, and where those that are a ``DTensor`` are."""
+    """Assert that two optimizers have the same state: values, and placements of each ``DTensor``."""
     for one, other in zip(*(optimizer.param_groups[0]["params"] for optimizer in (found, expected)), strict=True):
         ours, theirs = found.state[one], expected.state[other]
         assert ours.keys() == theirs.keys()
@@ -166,9 +166,9 @@ def test_an_optimizer_built_before_sharding_says_so(optimizer: Any) -> None:
     early = optimizer(model.parameters(), lr=0.1)
     simple_fsdp(model)
     model(torch.ones(1, 6)).sum().backward()
-    for use in (early.step, early.zero_grad):
+    for method in (early.step, early.zero_grad):
         with pytest.raises(RuntimeError, match=r"weight: this is the parameter as it was before simple_fsdp\(\)"):
-            use()
+            method()
     assert "Parameter" in repr(early.param_groups[0]["params"][0])
 
 
