@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inductor_passes.runtime.agreement import agreed_stores
+from inductor_passes.torch_compat.autograd import in_backward
 from inductor_passes.torch_compat.distributed import group_ranks, group_timeout_s, is_single_process_group
 from simplefsdp.frontend import stall_watch
 from simplefsdp.frontend.sharding import Group, ShardedParameter
@@ -99,10 +100,13 @@ def _note(what: str, group: Group | None) -> None:
 
 @functools.cache
 def compare_before_steps() -> None:
-    """Let every optimizer of this process call ``compare_order`` before each step on sharded parameters."""
+    """Let every optimizer of this process call ``compare_order`` before each step on sharded parameters.
+
+    Steps inside of backward, one for each parameter by a hook, are too many to compare at each.
+    """
 
     def before(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and _steps_shards(optimizer):
+        if not torch.compiler.is_compiling() and not in_backward() and _steps_shards(optimizer):
             compare_order()
 
     register_optimizer_step_pre_hook(before)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes.runtime.agreement import agreed_stores
 from simplefsdp import simple_fsdp
+from simplefsdp.frontend import eager_order
 from simplefsdp.frontend.eager_order import compare_order
 from tests.ranks import Ranks
 
@@ -110,6 +111,24 @@ def _goes_on() -> list[int]:
 def test_ranks_that_decide_alike_go_on_and_leave_no_keys_behind(two_ranks: Ranks) -> None:
     before, after = two_ranks.run(_goes_on)[0], two_ranks.run(_goes_on)[0]
     assert after[0] - before[0] < 12  # the comparison of two models; 4 steps of each
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_ranks_compare_at_each_step_on_shards_outside_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[None] = []
+    monkeypatch.setattr(eager_order, "compare_order", lambda: compared.append(None))
+    _, step = trainer()
+    for _ in range(2):
+        step([0, 1, 2])
+    assert len(compared) == 2
+    optim.SGD(nn.Linear(2, 2).parameters()).step()  # not sharded
+    assert len(compared) == 2
+    model, _ = trainer()
+    for param in model.parameters():
+        optimizer = optim.SGD([param], lr=0.1)
+        param.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    model(torch.ones(2, 8), [0, 1, 2]).sum().backward()
+    assert len(compared) == 2
 
 
 def _waits_in_vain() -> str:
