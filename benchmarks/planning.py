@@ -14,6 +14,7 @@ from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gat
 from inductor_passes.scheduling.keep_unsharded import choose_unsharded
 from inductor_passes.scheduling.replay import lower_bound
 from inductor_passes.scheduling.search import greedy_schedule, least_memory_schedule, search_schedule
+from inductor_passes.scheduling.search_step import search_step
 
 _WEIGHTS = (8, 1, 1, 8, 28, 28, 28, 1e-3, 1e-3)
 """Million elements of a block's, as in an 8B Llama divided by two."""
@@ -44,9 +45,10 @@ def main() -> None:
         graph = transformer(layers)
         began = time.perf_counter()
         proposal = greedy_schedule(graph)
-        free = search_schedule(graph, proposals=[proposal.schedule], tolerance=0.005)
+        found = search_step([graph], proposals=[[proposal.schedule]], tolerance=0.005)
         searched = time.perf_counter() - began
-        assert free is not None
+        assert found is not None
+        (free,) = found
         least = least_memory_schedule(graph).timeline.peak
         budget = least + (free.timeline.peak - least) // 2
         began = time.perf_counter()
@@ -57,7 +59,7 @@ def main() -> None:
         choose_unsharded(forward, graph, [gather.fqn for gather in graph.gathers], budget)
         unsharded_s = time.perf_counter() - began
         count = len(graph.gathers) + len(graph.reductions)
-        above, greedys = (100 * (found.timeline.seconds / lower_bound(graph) - 1) for found in (free, proposal))
+        above, greedys = (100 * (one.timeline.seconds / lower_bound(graph) - 1) for one in (free, proposal))
         print(
             f"| {layers} | {count:,} | {searched:.2f} | {1000 * searched / count:.2f} | {tight:.2f} | {above:.1f} % "
             f"| {greedys:.1f} % | {unsharded_s:.1f} |",

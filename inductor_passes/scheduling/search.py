@@ -86,7 +86,6 @@ def search_schedule(
     budget: float = math.inf,
     proposals: Iterable[Schedule] = (),
     *,
-    tolerance: float = 0.0,
     effort: Effort = THOROUGH,
 ) -> ReplayedSchedule | None:
     """Return the fastest schedule with a peak of at most ``budget`` bytes; ``None`` if none is found.
@@ -94,7 +93,6 @@ def search_schedule(
     The result is never slower than any of ``proposals`` that is within the budget.
 
     Args:
-        tolerance: the part of the predicted time that may be given up for a lower peak.
         effort: the amount of work.
     """
     least = _least_memory_schedule(graph, effort.work)
@@ -108,16 +106,7 @@ def search_schedule(
     def faster(timeline: Timeline) -> tuple[float, float] | None:
         return (timeline.seconds, timeline.peak) if timeline.peak <= budget else None
 
-    found = _improve(graph, candidates, faster, effort.work)
-    if not tolerance:
-        return found
-    limit = min([found.timeline.seconds * (1 + tolerance), *(f.timeline.seconds for f in given)])
-
-    def smaller(timeline: Timeline) -> tuple[float, float] | None:
-        return (timeline.peak, timeline.seconds) if timeline.seconds <= limit else None
-
-    candidates = [f for f in (found, *candidates) if f.timeline.seconds <= limit]
-    return _improve(graph, sorted(candidates, key=lambda f: f.timeline.peak), smaller, effort.work)
+    return _improve(graph, candidates, faster, effort.work)
 
 
 def greedy_schedule(graph: CostGraph, memory_limit: float = math.inf) -> ReplayedSchedule:

@@ -16,7 +16,8 @@ from inductor_passes.scheduling.issue_points import block_of, buckets_of, schedu
 from inductor_passes.scheduling.keep_unsharded import choose_unsharded
 from inductor_passes.scheduling.narrow import choose_narrowed, narrowed
 from inductor_passes.scheduling.replay import Timeline
-from inductor_passes.scheduling.search import TIME_TOLERANCE, greedy_schedule, least_memory_schedule, search_schedule
+from inductor_passes.scheduling.search import TIME_TOLERANCE, greedy_schedule, least_memory_schedule
+from inductor_passes.scheduling.search_step import search_step
 from inductor_passes.scheduling.slack import with_slack
 from simplefsdp.analysis.prediction import Prediction, StepCosts, StepState, predict, step_costs, timelines
 from simplefsdp.frontend.sharding import Reshard
@@ -146,16 +147,20 @@ def search_plan(request: SearchRequest, step: StepToPlan) -> BucketPlan:
             f"option 'memory_budget'={request.budget}: this step needs at least {needed} bytes, of which {resident} "
             f"for shards and the optimizer's state, {100 - PLANNED_PERCENT} % as predictions err"
         )
-    schedules = []
-    for graph, gathers, lowest in zip(graphs, (known.forward, known.backward), minima, strict=True):
-        by_rule = greedy_schedule(graph, limit)
-        if request.name == "auto":
-            proposals = [schedule_of(graph, gathers, known.reductions), by_rule.schedule]
-            best = search_schedule(graph, limit, proposals, tolerance=time_tolerance(request))
-            assert best is not None
-            schedules.append(with_slack(graph, best.schedule, best.timeline.peak))
-        else:
-            schedules.append((by_rule if by_rule.timeline.peak <= limit else lowest).schedule)
+    by_rule = [greedy_schedule(graph, limit) for graph in graphs]
+    if request.name == "auto":
+        gathers = known.forward, known.backward
+        block = [schedule_of(graph, own, known.reductions) for graph, own in zip(graphs, gathers, strict=True)]
+        proposals = [block, [one.schedule for one in by_rule]]
+        found = search_step(graphs, limit, proposals, tolerance=time_tolerance(request))
+        assert found is not None
+        peak = max(one.timeline.peak for one in found)
+        schedules = [with_slack(graph, one.schedule, peak) for graph, one in zip(graphs, found, strict=True)]
+    else:
+        schedules = [
+            (one if one.timeline.peak <= limit else lowest).schedule
+            for one, lowest in zip(by_rule, minima, strict=True)
+        ]
     (forward, _), (backward, reductions) = (
         buckets_of(graph, schedule, position) for graph, schedule in zip(graphs, schedules, strict=True)
     )

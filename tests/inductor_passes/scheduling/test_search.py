@@ -141,24 +141,13 @@ def test_a_proposed_schedule_is_never_faster_than_the_found_one(graph: CostGraph
         parts = [fqns[i : i + 3] for i in range(0, len(fqns), 3)]
         buckets.append([Bucket(tuple(part), None, None, position=i) for i, part in enumerate(parts)])
     proposals = [greedy_schedule(graph).schedule, schedule_of(graph, *buckets)]
-    found = search_schedule(graph, budget, proposals, tolerance=0.1)
+    found = search_schedule(graph, budget, proposals)
     assert found is not None
     assert lower_bound(graph) <= found.timeline.seconds + 1e-9
     for timeline in (replay(graph, schedule) for schedule in proposals):
         assert timeline.peak > budget or found.timeline.seconds <= timeline.seconds
     position = {member.fqn: i for i, member in enumerate((*graph.gathers, *graph.reductions))}
     assert replay(graph, schedule_of(graph, *buckets_of(graph, found.schedule, position))) == found.timeline
-
-
-@given(cost_graphs(gathers=8, reductions=8))
-@settings(max_examples=60, deadline=None)
-@pytest.mark.slow
-def test_tolerance_gives_no_more_time_than_it_says_and_takes_no_more_memory(graph: CostGraph) -> None:
-    exact, lean = search_schedule(graph), search_schedule(graph, tolerance=0.05)
-    assert exact is not None
-    assert lean is not None
-    assert lean.timeline.seconds <= 1.05 * exact.timeline.seconds
-    assert lean.timeline.peak <= exact.timeline.peak
 
 
 NETWORK = CollectiveKind("shard", alpha_s=1e-4, s_per_byte=1 / 45e9, issue_s=5e-6, copy_s_per_byte=1e-12)
@@ -175,14 +164,6 @@ def transformer(layers: int, seconds: float, kind: CollectiveKind = NETWORK) -> 
         tuple(Gather(f"w{i}", kind, size, i, i) for i, size in enumerate(sizes)),
         tuple(Reduction(f"w{i}", kind._replace(name="r"), size, i + 1, size // 64) for i, size in enumerate(sizes)),
     )
-
-
-def test_where_compute_hides_everything_little_is_gathered_ahead() -> None:
-    graph = transformer(32, 20e-3)
-    lean = search_schedule(graph, tolerance=0.005)
-    assert lean is not None
-    assert lean.timeline.seconds < 1.01 * lower_bound(graph)
-    assert lean.timeline.peak < 10**9 + 6 * 1.2e8 + sum(r.result for r in graph.reductions)
 
 
 def test_where_every_collective_costs_much_they_are_merged() -> None:

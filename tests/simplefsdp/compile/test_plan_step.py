@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from inductor_passes.collectives import BUCKET, FQNS
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 from inductor_passes.scheduling.issue_points import Schedule, schedule_of
-from inductor_passes.scheduling.search import greedy_schedule, search_schedule
+from inductor_passes.scheduling.search import greedy_schedule
+from inductor_passes.scheduling.search_step import search_step
 from simplefsdp import BucketPlan, WireFormat, manual_plan, simple_fsdp
 from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import parse_options
@@ -115,19 +116,21 @@ def test_a_budget_that_cannot_be_met_says_what_can(tmp_path: Path) -> None:
 def test_auto_knows_of_block_and_greedy_and_gives_time_for_memory_without_a_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[Any, list[Schedule], float]] = []
+    told: list[tuple[Any, list[list[Schedule]], float]] = []
 
-    def spy(graph: Any, memory_limit: float, proposals: list[Schedule], *, tolerance: float) -> Any:
-        told.append((graph, proposals, tolerance))
-        return search_schedule(graph, memory_limit, proposals, tolerance=tolerance)
+    def spy(graphs: Any, memory_limit: float, proposals: list[list[Schedule]], *, tolerance: float) -> Any:
+        told.append((graphs, proposals, tolerance))
+        return search_step(graphs, memory_limit, proposals, tolerance=tolerance)
 
-    monkeypatch.setattr("simplefsdp.compile.plan_step.search_schedule", spy)
+    monkeypatch.setattr("simplefsdp.compile.plan_step.search_step", spy)
     block = planned(tmp_path / "block", "block")
     planned(tmp_path / "free")
     planned(tmp_path / "budget", memory_budget="1GiB")
-    assert [tolerance for *_, tolerance in told] == [0.005, 0.005, 0.0, 0.0]
-    for (graph, proposals, _), gathers in zip(told, [block.forward, block.backward] * 2, strict=True):
-        assert proposals == [schedule_of(graph, gathers, block.reductions), greedy_schedule(graph).schedule]
+    assert [tolerance for *_, tolerance in told] == [0.005, 0.0]
+    for graphs, proposals, _ in told:
+        gathers = zip(graphs, (block.forward, block.backward), strict=True)
+        assert proposals[0] == [schedule_of(graph, own, block.reductions) for graph, own in gathers]
+        assert proposals[1] == [greedy_schedule(graph).schedule for graph in graphs]
 
 
 @pytest.mark.usefixtures("one_of_four")

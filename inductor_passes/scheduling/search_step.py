@@ -1,0 +1,81 @@
+"""Search for the schedules of a step, whose graphs run one after the other: their times add up, their peaks do not.
+
+The peak of a step is the highest peak of its graphs. Where some time may be given up for less memory, it buys nothing
+in a graph that is below that peak already. So one memory limit for all graphs is lowered, by bisection, while the
+fastest schedules within the limit take at most that much longer together.
+"""
+
+import math
+from collections.abc import Sequence
+
+from inductor_passes.scheduling.cost_graph import CostGraph
+from inductor_passes.scheduling.issue_points import Schedule
+from inductor_passes.scheduling.replay import replay
+from inductor_passes.scheduling.search import (
+    QUICK,
+    THOROUGH,
+    Effort,
+    ReplayedSchedule,
+    least_memory_schedule,
+    search_schedule,
+)
+
+_BISECTIONS = 5
+"""Number of memory limits that are tried between the least that the step needs and the peak of the fastest one."""
+
+Found = list[ReplayedSchedule]
+"""A schedule for each graph."""
+
+
+def search_step(
+    graphs: Sequence[CostGraph],
+    budget: float = math.inf,
+    proposals: Sequence[Sequence[Schedule]] = (),
+    *,
+    tolerance: float = 0.0,
+) -> Found | None:
+    """Return the fastest schedules with a peak of at most ``budget`` bytes each; ``None`` if a graph has none.
+
+    Together they are never slower than any of ``proposals`` that is within the budget.
+
+    Args:
+        proposals: a schedule for each graph, of each proposal.
+        tolerance: the part of the predicted time of the step that may be given up for a lower peak.
+    """
+    fastest = _within(graphs, budget, proposals, THOROUGH)
+    if fastest is None or not tolerance:
+        return fastest
+    replayed = [[replay(graph, one) for graph, one in zip(graphs, each, strict=True)] for each in proposals]
+    allowed = [each for each in replayed if all(timeline.peak <= budget for timeline in each)]
+    longest = min(
+        _seconds(fastest) * (1 + tolerance), *(sum(timeline.seconds for timeline in each) for each in allowed), math.inf
+    )
+    found = fastest
+    least = max(least_memory_schedule(graph).timeline.peak for graph in graphs)
+    for _ in range(_BISECTIONS):
+        limit = (least + _peak(found)) / 2
+        tried = _within(graphs, limit, proposals, QUICK)
+        if tried is not None and _seconds(tried) <= longest:
+            found = tried
+        else:
+            least = math.ceil(limit)
+    if found is fastest:
+        return fastest
+    return _within(graphs, _peak(found), [*proposals, [one.schedule for one in found]], THOROUGH)
+
+
+def _within(
+    graphs: Sequence[CostGraph], limit: float, proposals: Sequence[Sequence[Schedule]], effort: Effort
+) -> Found | None:
+    found = [
+        search_schedule(graph, limit, [each[i] for each in proposals], effort=effort) for i, graph in enumerate(graphs)
+    ]
+    return [one for one in found if one is not None] if all(found) else None
+
+
+def _seconds(found: Found) -> float:
+    return sum(one.timeline.seconds for one in found)
+
+
+def _peak(found: Found) -> int:
+    return max(one.timeline.peak for one in found)

@@ -1,0 +1,85 @@
+"""Schedules of several graphs that run one after the other, under one limit of memory."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather
+from inductor_passes.scheduling.replay import lower_bound, replay
+from inductor_passes.scheduling.search import greedy_schedule, least_memory_schedule, search_schedule
+from inductor_passes.scheduling.search_step import Found, search_step
+from tests.inductor_passes.scheduling.chains import cost_graphs
+from tests.inductor_passes.scheduling.test_search import transformer
+
+
+def seconds(found: Found) -> float:
+    return sum(one.timeline.seconds for one in found)
+
+
+def peak(found: Found) -> int:
+    return max(one.timeline.peak for one in found)
+
+
+@given(cost_graphs(gathers=5, reductions=0), cost_graphs(gathers=5, reductions=5), st.integers(0, 20))
+@settings(max_examples=40, deadline=None)
+@pytest.mark.slow
+def test_a_step_is_no_slower_than_proposed_and_gives_no_more_time_than_it_may(
+    forward: CostGraph, backward: CostGraph, spare: int
+) -> None:
+    graphs = forward, backward
+    budget = spare + max(least_memory_schedule(graph).timeline.peak for graph in graphs)
+    greedy = [greedy_schedule(graph) for graph in graphs]
+    proposals = [[one.schedule for one in greedy]]
+    exact, lean = (search_step(graphs, budget, proposals, tolerance=tolerance) for tolerance in (0.0, 0.05))
+    assert exact is not None
+    assert lean is not None
+    for found in (exact, lean):
+        assert peak(found) <= budget
+        assert peak(greedy) > budget or seconds(found) <= seconds(greedy) + 1e-9
+        assert [replay(graph, one.schedule) for graph, one in zip(graphs, found, strict=True)] == [
+            one.timeline for one in found
+        ]
+    assert seconds(lean) <= 1.05 * seconds(exact) + 1e-9
+    assert peak(lean) <= peak(exact)
+
+
+def test_a_budget_that_one_graph_cannot_keep_has_no_step() -> None:
+    graph = transformer(2, 20e-3)
+    least = least_memory_schedule(graph).timeline.peak
+    assert search_step([graph._replace(reductions=()), graph], least - 1) is None
+
+
+KIND = CollectiveKind("shard", alpha_s=0.0, s_per_byte=0.1)
+
+
+def gathers(seconds_of_a_step: float, held: int) -> CostGraph:
+    """Six gathers of 10 bytes, a second each, of which the compute beside them needs ``held`` bytes."""
+    return CostGraph(
+        (seconds_of_a_step,) * 6,
+        (held,) * 6,
+        (held,) * 7,
+        tuple(Gather(f"w{i}", KIND, 10, i, i) for i in range(6)),
+        (),
+    )
+
+
+def test_no_time_is_given_up_where_another_graph_needs_the_memory_anyway() -> None:
+    """The first graph is faster if it gathers ahead; the second one needs more memory than that, however arranged."""
+    graphs = gathers(0.5, 0), gathers(2.0, 1000)
+    fastest = search_schedule(graphs[0])
+    found = search_step(graphs, tolerance=0.5)
+    assert fastest is not None
+    assert found is not None
+    assert found[0].timeline.seconds == pytest.approx(fastest.timeline.seconds)
+    assert found[1].timeline.peak == least_memory_schedule(graphs[1]).timeline.peak
+    alone = search_step(graphs[:1], tolerance=0.5)
+    assert alone is not None
+    assert alone[0].timeline.peak < found[0].timeline.peak
+
+
+def test_where_compute_hides_everything_little_is_gathered_ahead() -> None:
+    graph = transformer(32, 20e-3)
+    lean = search_step([graph], tolerance=0.005)
+    assert lean is not None
+    assert lean[0].timeline.seconds < 1.01 * lower_bound(graph)
+    assert lean[0].timeline.peak < 10**9 + 6 * 1.2e8 + sum(r.result for r in graph.reductions)
