@@ -51,8 +51,8 @@ class _Issued:
     count: int = 0
     digest: Any = field(default_factory=hashlib.blake2b)
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    compared: tuple[Any, str] | None = None
-    """Store and key of the last comparison; once all ranks have come to the next one, nobody reads the key."""
+    compared: tuple[Any, list[str]] | None = None
+    """Store of the last comparison and keys that this rank deletes once all ranks have come to the next one."""
 
     def add(self, what: str) -> None:
         self.count += 1
@@ -168,6 +168,8 @@ class _Comparison:
         self.timeout_s = group_timeout_s(issued.group)
         self.store = dist.PrefixStore(f"order/{issued.group}/{issued.comparisons}", store)
         self.key = f"{issued.count}/{issued.digest.hexdigest()[:32]}"
+        self.keys = [self.key, "first"] if self.me == self.ranks[0] else []
+        """Keys that this rank deletes when nobody needs them."""
         self.published = False
 
     def announce(self) -> None:
@@ -177,11 +179,11 @@ class _Comparison:
         return bool(self.store.add(self.key, 0) == len(self.ranks))
 
     def clean_up(self) -> None:
-        """Let the first rank delete the key of the comparison before this one."""
-        if self.issued.compared is not None and self.me == self.ranks[0]:
-            store, key = self.issued.compared
+        """Delete the keys of the comparison before this one: all ranks have left it."""
+        store, keys = self.issued.compared or (self.store, [])
+        for key in keys:
             store.delete_key(key)
-        self.issued.compared = self.store, self.key
+        self.issued.compared = self.store, self.keys
 
     def trouble(self, waited_s: float) -> str:
         """Return why this rank waits in vain; empty if it does not know."""
@@ -189,9 +191,9 @@ class _Comparison:
             return str(self.store.get("failed").decode())
         if not self.published:
             self.published = True
-            self.store.set(f"waits/{self.me}", "")
+            self._set(f"waits/{self.me}", "")
             if not self.store.check([f"issued/{self.key}"]):
-                self.store.set(f"issued/{self.key}", json.dumps([self.me, self.issued.count, *self.issued.recent]))
+                self._set(f"issued/{self.key}", json.dumps([self.me, self.issued.count, *self.issued.recent]))
             if (first := self.store.compare_set("first", "", self.key).decode()) != self.key:
                 return self._difference(*json.loads(self.store.get(f"issued/{first}")))
         if waited_s > self.timeout_s:
@@ -201,6 +203,10 @@ class _Comparison:
                 f"optimizer for rank {absent}, which did not come to one"
             )
         return ""
+
+    def _set(self, key: str, value: str) -> None:
+        self.keys.append(key)
+        self.store.set(key, value)
 
     def _difference(self, rank: int, count: int, *recent: str) -> str:
         """Return what another rank, which issued ``count`` collectives, the last ones ``recent``, did otherwise."""
