@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather
 from inductor_passes.scheduling.issue_points import Bucket, Form
 from simplefsdp import BucketPlan
+from simplefsdp.analysis import explanation
 from simplefsdp.analysis.explanation import Explanation, explain
 from simplefsdp.analysis.prediction import StepCosts
 from simplefsdp.cli import main as cli
@@ -105,8 +106,13 @@ def test_a_screen_shows_what_is_exposed_longest(explained: dict[str, Explanation
     assert len(found.text().splitlines()) <= 50
 
 
-def test_a_suggested_change_brings_the_gain_that_is_stated(explained: dict[str, Explanation]) -> None:
-    block, auto, unsharded = (explained[name] for name in ("block", "auto", "unsharded"))
+def test_a_suggested_change_brings_the_gain_that_is_stated(
+    explained: dict[str, Explanation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # More than auto gives up for memory; the gain of this small model by unsharded weights is less than usual.
+    monkeypatch.setattr(explanation, "_WORTH", 0.006)
+    names = ("block", "auto", "unsharded")
+    block, auto, unsharded = (explain(explained[name].plan, explained[name].costs) for name in names)
     changes = {change.what: change for change in block.changes}
     assert [change.gain for change in block.changes] == sorted((c.gain for c in block.changes), reverse=True)
     assert changes["plan='auto', as much memory"].step_s == pytest.approx(auto.prediction.step_s, rel=0.01)
