@@ -255,6 +255,7 @@ def test_pages_name_no_path_of_a_machine_and_no_host_but_sources():
         assert hosts <= {"arxiv.org", "ui.perfetto.dev"}, page
 
 
+@pytest.mark.subprocess
 def test_the_site_builds_strictly(tmp_path):
     """Every page is in the navigation, every link and anchor leads somewhere, and nothing is fetched."""
     pytest.importorskip("mkdocstrings")  # the extra "docs" of setup.py
