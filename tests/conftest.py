@@ -32,11 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test that takes long and for which no time is left."""
     limit = item.config.getoption("--long-until")
-    if (
-        limit
-        and time.monotonic() - _STARTED > limit
-        and {"slow", "ranks"} & {mark.name for mark in item.iter_markers()}
-    ):
+    if limit and time.monotonic() - _STARTED > limit and {"slow", "ranks"} & _marks(item):
         pytest.skip(f"takes long, and the {limit:.0f} s of --long-until have passed")
 
 

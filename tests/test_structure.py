@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -137,6 +137,14 @@ def test_module_state_is_listed_with_its_reason() -> None:
     assert found == set(re.findall(r"^\| `([\w.]+)` \| \S", section, re.MULTILINE))
 
 
+def everywhere(found_in: Callable[[Path], Iterator[tuple[int, str]]]) -> Iterator[tuple[str, str]]:
+    """Yield ``file:line`` and what ``found_in`` finds there, for all code of this repository."""
+    for folder in (*PACKAGES, "examples", "benchmarks", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for line, text in found_in(path):
+                yield f"{path.relative_to(ROOT)}:{line}", text
+
+
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Line and text of each string that stands by itself, below a definition or below an attribute."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -145,35 +153,21 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_no_docstring_opens_with_a_word_that_points_elsewhere() -> None:
-    folders = (*PACKAGES, "examples", "benchmarks", "tests")
-    texts = [
-        f"{path.relative_to(ROOT)}:{line}: {text}"
-        for folder in folders
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        for line, text in docstrings(path)
-    ]
+    texts = [*everywhere(docstrings)]
     assert len(texts) > 1000
-    assert not [text for text in texts if re.search(r":\d+: (Of|What|That|Those|As|It|They)\b", text)]
+    assert not [(where, text) for where, text in texts if re.match(r"(Of|What|That|Those|As|It|They)\b", text)]
 
 
 def variables(path: Path) -> Iterator[tuple[int, str]]:
     """Line and name of each variable, parameter, function and class."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Name | ast.arg | ast.FunctionDef | ast.ClassDef):
-            yield (
-                node.lineno,
-                node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else node.name,
-            )
+        match node:
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
 
 
 def test_no_variable_has_a_name_that_says_nothing_by_itself() -> None:
     words = {"alike", "cuts", "followed", "half", "kept", "room", "then", "there", "why"}
-    folders = (*PACKAGES, "examples", "benchmarks", "tests")
-    names = [
-        f"{path.relative_to(ROOT)}:{line}: {name}"
-        for folder in folders
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        for line, name in variables(path)
-        if name.lstrip("_") in words
-    ]
-    assert not names
+    names = [*everywhere(variables)]
+    assert len(names) > 1000
+    assert not [(where, name) for where, name in names if name.lstrip("_") in words]

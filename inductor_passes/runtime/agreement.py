@@ -369,12 +369,16 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[int, str, str]:
+    """Return the position of the first line that differs, and both sides' lines, quoted; ``nothing more``: no line."""
+    end = "nothing more"
+    pairs = enumerate(zip([*map(repr, mine), end], [*map(repr, theirs), end], strict=False))
+    return next((position, own, other) for position, (own, other) in pairs if own != other)
+
+
 def _difference(mine: str, theirs: str, me: int, rank: int, subject: Subject) -> str:
-    here, other_lines = mine.split("\n"), theirs.split("\n")
-    end: Any = "nothing more"
-    i = next(i for i, pair in enumerate(zip([*here, end], [*other_lines, end], strict=False)) if pair[0] != pair[1])
-    found, other = (repr(lines[i]) if i < len(lines) else end for lines in (here, other_lines))
+    _, own, other = first_difference(mine.split("\n"), theirs.split("\n"))
     return (
-        f"ranks {me} and {rank} {subject.differ}. The first difference: on rank {me} {found}, on rank {rank} {other}"
+        f"ranks {me} and {rank} {subject.differ}. The first difference: on rank {me} {own}, on rank {rank} {other}"
         + (f". {subject.remedy}" if subject.remedy else "")
     )

@@ -47,9 +47,8 @@ def search_step(
         return fastest
     replayed = [[replay(graph, one) for graph, one in zip(graphs, each, strict=True)] for each in proposals]
     allowed = [each for each in replayed if all(timeline.peak <= budget for timeline in each)]
-    longest = min(
-        _seconds(fastest) * (1 + tolerance), *(sum(timeline.seconds for timeline in each) for each in allowed), math.inf
-    )
+    proposed = [sum(timeline.seconds for timeline in each) for each in allowed]
+    longest = min([_seconds(fastest) * (1 + tolerance), *proposed])
     found = fastest
     least = max(least_memory_schedule(graph).timeline.peak for graph in graphs)
     for _ in range(_BISECTIONS):

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from inductor_passes.runtime.agreement import agreed_stores
+from inductor_passes.runtime.agreement import agreed_stores, first_difference
 from inductor_passes.torch_compat.autograd import in_backward
 from inductor_passes.torch_compat.distributed import group_ranks, group_timeout_s, is_single_process_group
 from simplefsdp.frontend import stall_watch
@@ -213,13 +213,11 @@ class _Comparison:
         mine = [*self.issued.recent]
         first = max(self.issued.count - len(mine), count - len(recent))  # collective of which both names are known
         mine, theirs = mine[first - self.issued.count + len(mine) :], recent[first - count + len(recent) :]
-        end = "nothing more"
-        pairs = enumerate(zip([*map(repr, mine), end], [*map(repr, theirs), end], strict=False))
-        i, (here, other) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+        i, own, other = first_difference(mine, theirs)
         return (
             f"ranks {self.me} and {rank} have issued different collectives of parameters since the last step of an "
             f"optimizer, so gradients are mixtures. The first difference is collective {first + i}: on rank {self.me} "
-            f"{here}, on rank {rank} {other}. All ranks must use the same layers in the same order: draw "
+            f"{own}, on rank {rank} {other}. All ranks must use the same layers in the same order: draw "
             "from one seed what is skipped or frozen, and let every rank use every expert"
         )
 
