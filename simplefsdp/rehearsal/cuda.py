@@ -1,8 +1,11 @@
 """A channel on CUDA: a stream on which a kernel waits the modelled time, then copies. Nothing blocks the host.
 
 The kernel that waits holds a block of 1024 threads on each of ``multiprocessors`` of them, about what NCCL's do while
-they run, or one warp, if it is one. All members of a group are copied by one kernel, on as many multiprocessors as
-NCCL's take, so that a copy takes little from compute, and is not held up by compute between two members.
+they run, or one warp, if it is one. Where GPUs have clusters (compute capability 9 and later), blocks are launched in
+clusters of four, spread over the GPU, as NCCL's are (``cgaClusterSize`` of ``ncclConfig_t``): where they lie says which
+multiprocessors are left in clusters for matmuls. All members of a group are copied by one kernel, on as many
+multiprocessors as NCCL's take, so that a copy takes little from compute, and is not held up by compute between two
+members.
 """
 
 import functools
@@ -27,12 +30,14 @@ def _begin(start):
 
 
 @triton.jit(do_not_specialize=["nanoseconds"])
-def _hold(start, nanoseconds):
-    """Return ``nanoseconds`` after ``start``."""
+def _hold(start, nanoseconds, scratch, size: tl.constexpr):
+    """Return ``nanoseconds`` after ``start``; ``scratch`` is written, since Triton has no cluster without a block."""
     end = tl.load(start) + nanoseconds
     now = globaltimer()
     while now < end:
         now = globaltimer()
+    place = tl.arange(0, size)
+    tl.store(scratch + place, place)
 
 
 @triton.jit
@@ -60,6 +65,9 @@ class CudaChannel:
         self._device, self._multiprocessors = device, multiprocessors
         self._stream = torch.cuda.Stream(device, priority=-1)  # or it would queue behind compute
         self._start = torch.zeros(1, dtype=torch.int64, device=device)
+        self._scratch = torch.zeros(_CLUSTER, dtype=torch.int32, device=device)
+        has_clusters = torch.cuda.get_device_capability(device)[0] >= 9
+        self._cluster = _CLUSTER if has_clusters and multiprocessors % _CLUSTER == 0 else 1
         self._programs = max(multiprocessors, _NCCLS)
         self._seconds_per_byte = _copy_seconds_per_byte(device, self._programs)
         self._under_way: deque[CudaJob] = deque()
@@ -85,8 +93,14 @@ class CudaChannel:
         return job
 
     def _hold(self, seconds: float) -> None:
-        warps = 1 if self._multiprocessors == 1 else 32
-        _hold[(self._multiprocessors,)](self._start, max(0, round(seconds * 1e9)), num_warps=warps)
+        _hold[(self._multiprocessors // self._cluster,)](
+            self._start,
+            max(0, round(seconds * 1e9)),
+            self._scratch,
+            _CLUSTER,
+            num_warps=1 if self._multiprocessors == 1 else 32,
+            num_ctas=self._cluster,
+        )
 
 
 @torch.no_grad()
@@ -125,6 +139,9 @@ def _copy_seconds_per_byte(device: torch.device, programs: int) -> float:
 
 _NCCLS = 16
 """Number of multiprocessors that a collective of NCCL keeps busy by default."""
+
+_CLUSTER = 4
+"""Number of blocks in a cluster of NCCL's by default."""
 
 
 class CudaJob:

