@@ -31,10 +31,15 @@ def _begin(start):
 
 @triton.jit(do_not_specialize=["nanoseconds"])
 def _hold(start, nanoseconds, scratch, size: tl.constexpr):
-    """Return ``nanoseconds`` after ``start``; ``scratch`` is written, since Triton has no cluster without a block."""
+    """Return ``nanoseconds`` after ``start``; ``scratch`` is written, since Triton has no cluster without a block.
+
+    Warps sleep between two looks at the clock: small kernels have blocks on the same multiprocessors, and warps that
+    spin would take most of their time, where NCCL's wait for memory or at a barrier.
+    """
     end = tl.load(start) + nanoseconds
     now = globaltimer()
     while now < end:
+        tl.inline_asm_elementwise("nanosleep.u32 500; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1)
         now = globaltimer()
     place = tl.arange(0, size)
     tl.store(scratch + place, place)
@@ -58,16 +63,43 @@ def repeat_kernel(table, count, block: tl.constexpr):
                 tl.store(out + part * words + place, x, mask)
 
 
+class HeldMultiprocessors:
+    """Multiprocessors that kernels on the current stream hold, as blocks of a collective of NCCL do.
+
+    ``cluster``: blocks of a cluster; by default NCCL's, where the GPU has clusters and they fit.
+    """
+
+    def __init__(self, device: torch.device, multiprocessors: int, cluster: int | None = None):
+        if cluster is None:
+            has_clusters = torch.cuda.get_device_capability(device)[0] >= 9
+            cluster = _CLUSTER if has_clusters and multiprocessors % _CLUSTER == 0 else 1
+        self._multiprocessors, self._cluster = multiprocessors, cluster
+        self._start = torch.zeros(1, dtype=torch.int64, device=device)
+        self._scratch = torch.zeros(_CLUSTER, dtype=torch.int32, device=device)
+
+    def begin(self) -> None:
+        """Start the clock of what is held from now on."""
+        _begin[(1,)](self._start, num_warps=1)
+
+    def hold(self, seconds: float) -> None:
+        """Hold them until so many seconds after ``begin``."""
+        _hold[(self._multiprocessors // self._cluster,)](
+            self._start,
+            max(0, round(seconds * 1e9)),
+            self._scratch,
+            _CLUSTER,
+            num_warps=1 if self._multiprocessors == 1 else 32,
+            num_ctas=self._cluster,
+        )
+
+
 class CudaChannel:
     """A stream that moves data at the end of each collective's time."""
 
     def __init__(self, device: torch.device, multiprocessors: int):
-        self._device, self._multiprocessors = device, multiprocessors
+        self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)  # or it would queue behind compute
-        self._start = torch.zeros(1, dtype=torch.int64, device=device)
-        self._scratch = torch.zeros(_CLUSTER, dtype=torch.int32, device=device)
-        has_clusters = torch.cuda.get_device_capability(device)[0] >= 9
-        self._cluster = _CLUSTER if has_clusters and multiprocessors % _CLUSTER == 0 else 1
+        self._held = HeldMultiprocessors(device, multiprocessors)
         self._programs = max(multiprocessors, _NCCLS)
         self._seconds_per_byte = _copy_seconds_per_byte(device, self._programs)
         self._under_way: deque[CudaJob] = deque()
@@ -84,23 +116,13 @@ class CudaChannel:
         moved = sum(move.out.nbytes for move in moves if not move.in_place)
         with torch.cuda.stream(self._stream):
             job.started.record()
-            _begin[(1,)](self._start, num_warps=1)
-            self._hold(seconds - moved * self._seconds_per_byte)
+            self._held.begin()
+            self._held.hold(seconds - moved * self._seconds_per_byte)
             carry(moves, self._programs)
-            self._hold(seconds)
+            self._held.hold(seconds)
             job.finished.record()
         self._under_way.append(job)  # keeps the tensors until the stream is done with them, wait or no wait
         return job
-
-    def _hold(self, seconds: float) -> None:
-        _hold[(self._multiprocessors // self._cluster,)](
-            self._start,
-            max(0, round(seconds * 1e9)),
-            self._scratch,
-            _CLUSTER,
-            num_warps=1 if self._multiprocessors == 1 else 32,
-            num_ctas=self._cluster,
-        )
 
 
 @torch.no_grad()
