@@ -4,7 +4,7 @@ Compute is a chain of steps. A *slot* is the place before a step, numbered like 
 has the number of steps as its number. Collectives are issued and awaited in slots (``issue_points.py``).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ class CollectiveKind(NamedTuple):
     shard: float = 0.0
     """The part of the whole tensor that one rank has; shards of several members are packed before they are gathered."""
     issue_s_per_byte: float = 0.0
-    """Compute time that is lost, besides, for each byte of the whole tensor: compute is slower meanwhile."""
+    """Compute time that is lost, besides, for each byte of the whole tensor, whatever runs meanwhile."""
     all_reduce_after: "CollectiveKind | None" = None
     """The kind of the all-reduce that follows a reduce-scatter, or of the second of two all-to-alls, per byte of the
     same tensor."""
@@ -41,6 +41,8 @@ class CollectiveKind(NamedTuple):
     """Bytes on the wire for each byte of the whole tensor."""
     plain: "CollectiveKind | None" = None
     """The kind of the same collective without its wire format."""
+    contention: float = 0.0
+    """The part of its speed that a copy of a bucket loses while a collective is under way."""
 
     @property
     def wire_formats(self) -> tuple[str, ...]:
@@ -147,7 +149,15 @@ class CostGraph(NamedTuple):
     """Gathers by first use."""
     reductions: tuple[Reduction, ...]
     """Reductions by the slot in which their gradients are complete."""
+    contention: tuple[float, ...] = ()
+    """The part of its speed that each step loses while a collective is under way; empty: no step loses any."""
 
     def has_all_reduce(self, members: Iterable[int]) -> bool:
         """Whether any of these reductions is followed by an all-reduce."""
         return any(self.reductions[i].kind.all_reduce_after for i in members)
+
+
+def joint_contention(seconds: Sequence[float], contention: Sequence[float]) -> float:
+    """Return the contention of a step that runs these one after the other."""
+    slowed = sum(s / (1 - part) for s, part in zip(seconds, contention, strict=True))
+    return 1 - sum(seconds) / slowed if slowed else 0.0

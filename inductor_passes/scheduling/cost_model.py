@@ -34,7 +34,7 @@ from inductor_passes.collectives import (
 from inductor_passes.fusion import can_be_reduced_in_place, is_fused, is_view, storage_of
 from inductor_passes.ops.accumulate import ADD_UP
 from inductor_passes.ops.offload import TO_DEVICE, TO_HOST
-from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction, joint_contention
 from inductor_passes.scheduling.memory import live_bytes
 from inductor_passes.scheduling.order_items import compute_positions, graph_items
 from inductor_passes.torch_compat.aot_autograd import held_inputs
@@ -55,9 +55,13 @@ class DeviceProfile(Protocol):
     def collective_launch_s(self) -> float:
         """Seconds of compute that issuing and awaiting a collective takes."""
 
-    @property
-    def contention(self) -> float:
-        """The part of a collective's time that compute loses meanwhile."""
+    def contention_of(self, kind: str = "", elements: float = 0) -> float:
+        """Return the part of its speed that a kernel loses while a collective is under way.
+
+        Args:
+            kind: ``"matmul"``, ``"attention"``, or an empty string for another kernel.
+            elements: of the product, if it is a matmul.
+        """
 
     @property
     def collective_s_per_byte(self) -> float:
@@ -92,6 +96,8 @@ class NodeCosts(NamedTuple):
     """Bytes that a node puts into memory."""
     runs: dict[Node, Node]
     """For each node of a region, the region's last node: there the region runs."""
+    contention: dict[Node, float]
+    """The part of its speed that a kernel loses while a collective is under way; without an entry, none."""
 
 
 def node_costs(graph: Graph, profile: DeviceProfile) -> NodeCosts:
@@ -100,12 +106,13 @@ def node_costs(graph: Graph, profile: DeviceProfile) -> NodeCosts:
     seconds: dict[Node, float] = {}
     stored: dict[Node, int] = {}
     runs: dict[Node, Node] = {}
+    contention: dict[Node, float] = {}
     members: dict[Node, list[Node]] = {}
     for node in graph.nodes:
         if node in regions:
             members.setdefault(regions[node], []).append(node)
         elif _computes(node):
-            seconds[node] = _seconds(node, profile)
+            seconds[node], contention[node] = _kernel(node, profile)
             stored[node] = _nbytes(node)
         elif node.target is TO_DEVICE:
             stored[node] = _nbytes(node)
@@ -120,8 +127,9 @@ def node_costs(graph: Graph, profile: DeviceProfile) -> NodeCosts:
         stored |= {node: _nbytes(node) for node in written}
         moved = sum(read.values()) + sum(stored[node] for node in written)
         seconds[nodes[-1]] = profile.launch_s + profile.memory_s(moved)
+        contention[nodes[-1]] = profile.contention_of()
         runs |= dict.fromkeys(nodes, nodes[-1])
-    return NodeCosts(seconds, stored, runs)
+    return NodeCosts(seconds, stored, runs, contention)
 
 
 def _changed_in_place(node: Node) -> Node | None:
@@ -160,8 +168,8 @@ def _regions(graph: Graph) -> dict[Node, Node]:
     return {node: root(node) for node in first}
 
 
-def _seconds(node: Node, profile: DeviceProfile) -> float:
-    """Return the seconds of a node that is a kernel of its own."""
+def _kernel(node: Node, profile: DeviceProfile) -> tuple[float, float]:
+    """Return the seconds and the contention of a node that is a kernel of its own."""
     moved = _nbytes(node) + sum(_read(node, source) for source in _sources(node))
     if changed := _changed_in_place(node):
         written = sum(_read(node, source) for source in _sources(node) if source is not changed)
@@ -171,7 +179,8 @@ def _seconds(node: Node, profile: DeviceProfile) -> float:
     if flops:
         factors = [tensor for source in node.all_input_nodes for tensor in _tensors(source)]
         seconds = max(seconds, profile.compute_s(kind, factors[0].dtype, flops))  # a product may be of another dtype
-    return profile.launch_s + seconds
+    elements = max((size_hint(tensor.numel()) for tensor in _tensors(node)), default=0)
+    return profile.launch_s + seconds, profile.contention_of(kind, elements)
 
 
 def _flops(node: Node) -> tuple[float, str]:
@@ -296,6 +305,7 @@ def cost_graph_of(
     marks = sorted({0, len(compute), *at.first_use_slot.values(), *at.ready_slot.values()})
     slot = {mark: i for i, mark in enumerate(marks)}
     seconds = [cost.seconds.get(node, 0.0) for node in compute]
+    contention = [cost.contention.get(node, 0.0) for node in compute]
     inputs = {node: _nbytes(node) for node in graph.find_nodes(op="placeholder") if node.name not in given}
     stored = {**inputs, **cost.stored}
     copied_from: dict[Node, int] = {}
@@ -362,6 +372,9 @@ def cost_graph_of(
         tuple(memory.before[mark] for mark in marks),
         tuple(gathered[fqn] for fqn in sorted(at.first_use_slot, key=at.first_use_slot.__getitem__)),
         tuple(sorted(reduced, key=lambda reduction: reduction.ready_slot)),
+        tuple(joint_contention(seconds[begin:end], contention[begin:end]) for begin, end in steps)
+        if any(contention)
+        else (),
     )
 
 
@@ -431,7 +444,16 @@ class _Kinds(NamedTuple):
         )
         rate = (seconds - alpha) / _LARGE / parts
         copy = 2 * profile.memory_s(_COPIED) / _COPIED
-        issue = profile.collective_launch_s + profile.contention * alpha
-        lost = profile.contention * rate + profile.collective_s_per_byte / parts
-        member = profile.member_s if issues_groups(group) else None
-        return CollectiveKind(group, alpha, rate, issue, copy, 1 / len(ranks), lost, all_reduce_after, member, name)
+        return CollectiveKind(
+            group,
+            alpha,
+            rate,
+            profile.collective_launch_s,
+            copy,
+            1 / len(ranks),
+            profile.collective_s_per_byte / parts,
+            all_reduce_after,
+            profile.member_s if issues_groups(group) else None,
+            name,
+            contention=profile.contention_of(),
+        )

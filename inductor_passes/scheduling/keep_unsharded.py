@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Collection
 from itertools import accumulate, pairwise
 
-from inductor_passes.scheduling.cost_graph import CostGraph
+from inductor_passes.scheduling.cost_graph import CostGraph, joint_contention
 from inductor_passes.scheduling.search import QUICK, TIME_TOLERANCE, search_schedule
 
 _PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
@@ -84,4 +84,9 @@ def _without_idle_slots(graph: CostGraph) -> CostGraph:
             for g in graph.gathers
         ),
         tuple(r._replace(ready_slot=slot[r.ready_slot]) for r in graph.reductions),
+        tuple(
+            joint_contention(graph.seconds[begin:end], graph.contention[begin:end])
+            for begin, end in steps
+            if graph.contention
+        ),
     )

@@ -73,6 +73,7 @@ def repeat_blocks(graph: CostGraph, blocks: int, number: Numbered, renamed: Rena
         tuple(map(int, piece.inserted(graph.live_bytes_at_slot, piece.growth))),
         tuple(sorted(gathers, key=lambda gather: gather.first_use_slot)),
         tuple(sorted(reductions, key=lambda reduction: reduction.ready_slot)),
+        piece.inserted(graph.contention) if graph.contention else (),
     )
 
 

@@ -7,12 +7,13 @@
 
 Compute is a chain of steps that nobody reorders. In the slot before each step and behind the last, collectives are
 issued and awaited where ``issue_points.py`` says, as ``order.py`` does it. Collectives of one process group run one
-after the other, in the order of their issue. The memory of a gathered weight is in use from the gather's issue until
-the last step that reads the weight, what was packed for the gather until the gather is awaited, a gradient from the
-step that makes it until its reduction is issued, and the reduction's input from there until the reduction is awaited. A
-bucket of several members that is not grouped is packed and unpacked by copies, which take compute time and, while they
-run, as many bytes again. In a wire format these copies encode and decode: a weight has the size of what is sent until
-it is awaited, and a reduction has a buffer of that size for what it sends and one for what it receives.
+after the other, in the order of their issue; while one is under way, compute is slower, as ``contention`` says. The
+memory of a gathered weight is in use from the gather's issue until the last step that reads the weight, what was packed
+for the gather until the gather is awaited, a gradient from the step that makes it until its reduction is issued, and
+the reduction's input from there until the reduction is awaited. A bucket of several members that is not grouped is
+packed and unpacked by copies, which take compute time and, while they run, as many bytes again. In a wire format these
+copies encode and decode: a weight has the size of what is sent until it is awaited, and a reduction has a buffer of
+that size for what it sends and one for what it receives.
 """
 
 import math
@@ -88,6 +89,9 @@ class Replay:
         self.exposed = 0.0
         self.free: dict[str, float] = {}
         """When each channel has carried out all collectives that were issued on it."""
+        self._busy_until = 0.0
+        """When all channels have. Until then one is under way, as each begins when it is issued or behind others."""
+        self._contention = graph.contention or (0.0,) * steps
         self.alive = 0
         """Bytes of gathers, gradients and reduced shards."""
         self.undecoded = 0
@@ -126,7 +130,7 @@ class Replay:
                 held, made_from = round(sent * kind.shard), round(nbytes * kind.shard)
             else:
                 held = made_from = sum(gather.prepared for gather in mergeable)
-            self.clock += made_from * kind.copy_s_per_byte
+            self._compute(made_from * kind.copy_s_per_byte, kind.contention)
             self._allocate(held + sent)
             self.undecoded += nbytes - sent
             fqns = tuple(gather.fqn for gather in mergeable)
@@ -145,7 +149,7 @@ class Replay:
             sent = kind.sent(nbytes)
             if kind.wire_format is not None:
                 self._note(sent)
-                self.clock += nbytes * kind.copy_s_per_byte
+                self._compute(nbytes * kind.copy_s_per_byte, kind.contention)
                 self._allocate(sent)  # for what is received
             elif len(mergeable) > len(own) and len(mergeable) > 1:
                 self._copy(kind, nbytes - sum(reduction.nbytes for reduction in own))
@@ -172,12 +176,14 @@ class Replay:
         """Await a reduction; issue and return the collective that follows, if there is one."""
         self._wait(span)
         if span.kind.wire_format is not None:
-            self.clock += span.kind.sent(span.nbytes) * span.kind.copy_s_per_byte / 2  # read and added up
+            added_up = span.kind.sent(span.nbytes) * span.kind.copy_s_per_byte / 2  # and read
+            self._compute(added_up, span.kind.contention)
         if (following := span.kind.all_reduce_after) is not None:
             what, freed = "all-reduce", span.freed
             if following.wire_format is not None:
                 what = "between nodes"
-                self.clock += following.sent(span.nbytes) * following.copy_s_per_byte / 2  # sums are encoded
+                encoded = following.sent(span.nbytes) * following.copy_s_per_byte / 2
+                self._compute(encoded, following.contention)
                 freed = round(2 * following.sent(span.nbytes) * span.kind.shard)
                 self._allocate(freed)
                 self.alive -= span.freed
@@ -192,7 +198,7 @@ class Replay:
         if step < len(self.graph.seconds):
             self._allocate(self._made[step])
             self._note(self.graph.live_bytes_in_step[step] - self.graph.live_bytes_at_slot[step])
-            self.clock += self.graph.seconds[step]
+            self._compute(self.graph.seconds[step], self._contention[step])
             self.alive -= self.last_read[step]
             self.alive += self._ready[step + 1]
         else:
@@ -217,6 +223,7 @@ class Replay:
         self.clock += kind.issue_s + nbytes * kind.issue_s_per_byte
         started = max(self.clock, self.free.get(kind.channel, 0.0))
         finished = self.free[kind.channel] = started + kind.seconds(nbytes) + (parts - 1) * (kind.member_s or 0.0)
+        self._busy_until = max(self._busy_until, finished)
         return CollectiveSpan(
             what, kind, fqns, nbytes, self.clock, started, finished, held=held, copied=copied, parts=parts
         )
@@ -228,7 +235,18 @@ class Replay:
 
     def _copy(self, kind: CollectiveKind, nbytes: int) -> None:
         self._note(nbytes)
-        self.clock += nbytes * kind.copy_s_per_byte
+        self._compute(nbytes * kind.copy_s_per_byte, kind.contention)
+
+    def _compute(self, seconds: float, contention: float) -> None:
+        """Advance the clock by compute that takes ``seconds`` with the device for itself."""
+        if contention and self._busy_until > self.clock:
+            done = (self._busy_until - self.clock) * (1 - contention)
+            if seconds <= done:
+                self.clock += seconds / (1 - contention)
+                return
+            self.clock = self._busy_until
+            seconds -= done
+        self.clock += seconds
 
     def _allocate(self, nbytes: int) -> None:
         self.alive += nbytes

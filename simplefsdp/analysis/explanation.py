@@ -211,7 +211,7 @@ class Explanation:
             f"{gib(self.reduced_bytes)} reduced{sent}",
             f"  step         {ms(predicted.step_s)}: forward {ms(predicted.forward_s)}, backward "
             f"{ms(predicted.backward_s)}, outside of the graphs {ms(predicted.outside_s)}",
-            f"  of it        compute {ms(self.compute_s)}, copies and issuing of collectives {ms(self.overhead_s)}, "
+            f"  of it        compute {ms(self.compute_s)}, lost to collectives {ms(self.overhead_s)}, "
             f"exposed {ms(predicted.exposed_s)} of {ms(communicated)} communication "
             f"({predicted.exposed_s / predicted.step_s:.1%} of the step)",
             f"  limits       no plan takes less than {ms(least)} (L1); this one is {ms(predicted.step_s)} (L2), "

@@ -114,7 +114,9 @@ class StepCosts(NamedTuple):
         def graph(of: dict[str, Any]) -> CostGraph:
             gathers = tuple(Gather(**member | {"kind": kinds[member["kind"]]}) for member in of["gathers"])
             reductions = tuple(Reduction(**member | {"kind": kinds[member["kind"]]}) for member in of["reductions"])
-            numbers = {name: tuple(of[name]) for name in ("seconds", "live_bytes_in_step", "live_bytes_at_slot")}
+            numbers = {
+                name: tuple(of[name]) for name in ("seconds", "live_bytes_in_step", "live_bytes_at_slot", "contention")
+            }
             return CostGraph(**numbers, gathers=gathers, reductions=reductions)
 
         if fields["memory_limit_bytes"] is None:

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from simplefsdp import rehearsal
 from simplefsdp.api import simple_fsdp
 from simplefsdp.hardware.cache import cache_path
-from simplefsdp.hardware.catalog import GPU_CONTENTION
+from simplefsdp.hardware.catalog import Contention, contention_for
 from simplefsdp.hardware.profile import Curve, HardwareProfile, Network, flat, load_profile, save
 from simplefsdp.plan.grouping import manual_plan
 
@@ -55,17 +55,20 @@ def calibrate(device: torch.device, network: Network) -> HardwareProfile:
     dtypes = [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float32]
     call = _call_s(clock)
     on_gpu = device.type == "cuda"
-    assumed = f"; contention {GPU_CONTENTION:.3f} assumed (arXiv 2507.03114)" if on_gpu else ""
+    contention = contention_for(torch.cuda.get_device_name(device)) if on_gpu else Contention("", 0.0)
     profile = HardwareProfile(
         f"{device.type} here",
-        f"measured, torch {torch.__version__}, {torch.get_num_threads()} threads{assumed}",
+        f"measured, torch {torch.__version__}, {torch.get_num_threads()} threads. {contention.source}".removesuffix(
+            ". "
+        ),
         matmul={_name(dtype): _matmul(clock, dtype, call) for dtype in dtypes},
         attention={_name(dtype): _attention(clock, dtype, call) for dtype in dtypes},
         memory=_memory(clock),
         launch_s=_launch_s(clock),
         collective_launch_s=0.0,
-        contention=GPU_CONTENTION if on_gpu else 0.0,
+        contention=contention.contention,
         network=network,
+        matmul_contention=contention.matmul_contention,
     )
     if not on_gpu:
         launch, per_byte = _collective_launch_s(clock), _collective_s_per_byte()

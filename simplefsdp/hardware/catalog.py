@@ -15,12 +15,41 @@ from simplefsdp.hardware.profile import NETWORKS, Curve, HardwareProfile, Networ
 from simplefsdp.text.messages import unknown
 
 _LAUNCH = """\
-A kernel: 2 us, of a small addition back to back on B200 (NVIDIA/cccl#7391); the host is taken to be ahead. Contention:
-compute takes 18.9 % longer beside collectives, the mean over A100, H100 and two AMD GPUs (arXiv 2507.03114): of a
-collective's time compute loses 1 - 1 / 1.189."""
+A kernel: 2 us, of a small addition back to back on B200 (NVIDIA/cccl#7391); the host is taken to be ahead."""
 
-GPU_CONTENTION = 1 - 1 / 1.189
-"""The part of a collective's time that a GPU's compute loses meanwhile: the mean over four GPUs (arXiv 2507.03114)."""
+
+class Contention(NamedTuple):
+    """The speed that kernels lose while a collective is under way; see ``HardwareProfile``."""
+
+    source: str
+    contention: float
+    matmul_contention: Curve = ()
+
+
+_MEAN = Contention(
+    "Contention: compute takes 18.9 % longer beside collectives, the mean over A100, H100 and two AMD GPUs\n"
+    "(arXiv 2507.03114).",
+    1 - 1 / 1.189,
+)
+
+_HOPPER_CONTENTION = Contention(
+    "Contention: python -m benchmarks.matmul_contention on one H100 (docs/benchmarks.md), beside 16 multiprocessors\n"
+    "that are held in clusters of four; attention and a copy in memory take 1.06 to 1.10 times as long there.",
+    0.08,
+    tuple(
+        (rows * columns, 1 - 1 / slower)
+        for rows, columns, slower in (
+            (2048, 1024, 1.79),
+            (2048, 4096, 1.87),
+            (4096, 4096, 1.40),
+            (2048, 14336, 1.22),
+            (8192, 4096, 1.19),
+            (14336, 4096, 1.16),
+            (8192, 14336, 1.134),
+        )
+    ),
+)
+"""The contention on 132 multiprocessors. Matmuls: rows and columns of the product, and how much longer they take."""
 
 _A100 = """\
 A100 SXM 80 GB. Matmul: fp16, cuBLASLt, sustained (Azure/AI-benchmarking-guide, ND A100 v4), bf16 the same to 3 %; fp32
@@ -50,6 +79,7 @@ class Device(NamedTuple):
     matmul: Mapping[str, Curve]
     attention: Mapping[str, Curve]
     memory_bytes_per_s: float
+    contention: Contention = _MEAN
 
 
 def _matmul(rates: Mapping[int, float]) -> Curve:
@@ -88,6 +118,7 @@ DEVICES: Mapping[str, Device] = {
         },
         {"bfloat16": _attention(128, _HOPPER)},
         2.90e12,
+        _HOPPER_CONTENTION,
     ),
     "h200": Device(
         _H200,
@@ -97,6 +128,7 @@ DEVICES: Mapping[str, Device] = {
         },
         {"bfloat16": _attention(128, _HOPPER)},
         4.01e12,
+        _HOPPER_CONTENTION,
     ),
     "b200": Device(
         _B200,
@@ -117,6 +149,16 @@ DEVICES: Mapping[str, Device] = {
 def is_built_in(name: str) -> bool:
     """Return whether ``name`` means ``"device/network"`` and not a path."""
     return name.count("/") == 1 and not name.endswith(".json") and not name.startswith((".", "/", "~"))
+
+
+def contention_for(gpu: str) -> Contention:
+    """Return the contention of a GPU.
+
+    Args:
+        gpu: as ``torch.cuda.get_device_name`` calls it; one that is not built in has the mean of four GPUs.
+    """
+    found = re.search(r"\bH[12]00\b", gpu)
+    return DEVICES[found[0].lower()].contention if found else _MEAN
 
 
 def name_for(gpu: str, ranks: int) -> str | None:
@@ -161,12 +203,13 @@ def built_in(name: str) -> HardwareProfile:
     found = DEVICES[device]
     return HardwareProfile(
         name,
-        f"{found.source}\n{_LAUNCH}",
+        f"{found.source}\n{_LAUNCH} {found.contention.source}",
         matmul=found.matmul,
         attention=found.attention,
         memory=((1e9, found.memory_bytes_per_s),),
         launch_s=2e-6,
         collective_launch_s=0.0,
-        contention=GPU_CONTENTION,
+        contention=found.contention.contention,
         network=network(of_network),
+        matmul_contention=found.contention.matmul_contention,
     )

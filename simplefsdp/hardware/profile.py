@@ -263,13 +263,17 @@ class HardwareProfile:
     collective_launch_s: float
     """Seconds of compute that issuing and awaiting a collective takes."""
     contention: float
-    """The part of a collective's time that compute loses meanwhile: 0 where compute has the device for itself."""
+    """The part of its speed that a kernel loses while a collective is under way: 0 where compute has the device for
+    itself."""
     network: Network
     collective_s_per_byte: float = 0.0
     """Compute time that is lost, besides, for each byte of a collective: where it takes memory's time, as on CPU."""
     parameter_s: float = 0.0
     """Seconds of a step for each parameter, outside of its graphs: guards, gradients, the optimizer's calls. 0 where
     these run while the device computes."""
+    matmul_contention: Curve = ()
+    """The part that a matmul loses, by the number of elements of its product; empty: as other kernels. A matmul whose
+    blocks fill a GPU once or twice needs one or two rounds more while a collective holds some multiprocessors."""
 
     def __post_init__(self) -> None:
         for name in ("matmul", "attention"):
@@ -287,8 +291,12 @@ class HardwareProfile:
         for name in ("collective_launch_s", "contention", "collective_s_per_byte", "parameter_s"):
             if getattr(self, name) != 0:
                 _positive(f"profile {self.name}: {name}", getattr(self, name))
-        if self.contention >= 1:
-            raise ValueError(f"profile {self.name}: contention: expected a part, less than 1, found {self.contention}")
+        if self.matmul_contention:
+            _check_curve(f"profile {self.name}: matmul_contention", self.matmul_contention)
+        parts = {"contention": [self.contention], "matmul_contention": [part for _, part in self.matmul_contention]}
+        for name, found in parts.items():
+            if (largest := max(found, default=0.0)) >= 1:
+                raise ValueError(f"profile {self.name}: {name}: expected a part, less than 1, found {largest}")
 
     def compute_s(self, kind: str, dtype: torch.dtype, flops: float) -> float:
         """Return the seconds of one ``"matmul"`` or ``"attention"`` with so many operations, without its launch.
@@ -303,6 +311,17 @@ class HardwareProfile:
     def memory_s(self, nbytes: float) -> float:
         """Return the seconds of a kernel that reads and writes so many bytes, without its launch."""
         return nbytes / _rate(self.memory, nbytes)
+
+    def contention_of(self, kind: str = "", elements: float = 0) -> float:
+        """Return the part of its speed that a kernel loses while a collective is under way.
+
+        Args:
+            kind: ``"matmul"``, ``"attention"``, or an empty string for another kernel.
+            elements: of the product, if it is a matmul.
+        """
+        if kind == "matmul" and self.matmul_contention:
+            return _rate(self.matmul_contention, elements)
+        return self.contention
 
     @property
     def member_s(self) -> float | None:
@@ -330,6 +349,7 @@ def _profile(found: Any) -> HardwareProfile:
         return tuple((parse_plain(size, f"{where}.size"), parse_plain(rate, f"{where}.rate")) for size, rate in points)
 
     parsers = {"matmul": parse_values(curve), "attention": parse_values(curve), "memory": curve, "network": _network}
+    parsers["matmul_contention"] = curve
     return parse_fields(HardwareProfile, found, "profile", parsers)
 
 

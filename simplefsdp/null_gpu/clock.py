@@ -189,7 +189,8 @@ class _Clock:
             case Note(text) if text.startswith(_TRITON_BYTES):
                 self.triton_bytes = int(text.removeprefix(_TRITON_BYTES))
             case Kernel() | Matmul():
-                self._launch(what.stream, *self._kernel(i, what))
+                elements = what.m * what.n * what.batch if isinstance(what, Matmul) else 0
+                self._launch(what.stream, *self._kernel(i, what), elements)
             case Fill(stream, nbytes):
                 self._launch(stream, "fill", self.profile.memory_s(nbytes))
             case Copy(stream, direction, nbytes, blocking):
@@ -208,16 +209,30 @@ class _Clock:
                 happens = {"event": self.recorded.get(handle, 0.0), "stream": self.free[handle]}
                 self.now = max(self.now, happens.get(of, max(self.free.values(), default=0.0)))
 
-    def _launch(self, stream: int, kind: str, seconds: float) -> None:
+    def _launch(self, stream: int, kind: str, seconds: float, elements: int = 0) -> None:
         ready = self.free[stream]
         start = max(self.now, ready)
         if stream == DEFAULT_STREAM:
             self.host_bound += start - ready
         seconds = max(seconds, SHORTEST_KERNEL_S)
-        overlap = sum(max(0.0, min(end, start + seconds) - max(begin, start)) for begin, end in self.under_way)
-        seconds += overlap * self.profile.contention
-        self.free[stream] = start + seconds
-        self.kernels[kind] += seconds
+        end = self._end(start, seconds, self.profile.contention_of(kind, elements))
+        self.free[stream] = end
+        self.kernels[kind] += end - start
+
+    def _end(self, at: float, seconds: float, contention: float) -> float:
+        """Return when a kernel ends that begins at ``at`` and is slower while a collective is under way."""
+        for begin, end in sorted(self.under_way):
+            if end <= at:
+                continue
+            alone = max(0.0, begin - at)
+            if seconds <= alone:
+                break
+            at, seconds = at + alone, seconds - alone
+            done = (end - at) * (1 - contention)
+            if seconds <= done:
+                return at + seconds / (1 - contention)
+            at, seconds = end, seconds - done
+        return at + seconds
 
     def _collective(self, i: int, first: Collective) -> None:
         """Carry out a collective; a group is carried out with its first call."""

@@ -48,4 +48,5 @@ def cost_graphs(draw: st.DrawFn, gathers: int, reductions: int, channels: int = 
             Reduction(f"r{i}", draw(st.sampled_from(reducing)), draw(size), slot, draw(st.integers(0, 1)))
             for i, slot in enumerate(ready_slots)
         ),
+        draw(st.sampled_from([(), (0.2,) * steps, (0.5, *(0.0,) * (steps - 1))])),
     )

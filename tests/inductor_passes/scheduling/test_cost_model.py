@@ -29,7 +29,6 @@ class Rates:
 
     launch_s: float = 0.0
     collective_launch_s: float = 0.5
-    contention: float = 0.25
     collective_s_per_byte: float = 0.125
     member_s: float | None = 0.5
 
@@ -39,6 +38,9 @@ class Rates:
 
     def memory_s(self, nbytes: float) -> float:
         return nbytes / 1000
+
+    def contention_of(self, kind: str = "", elements: float = 0) -> float:
+        return elements / 256 if kind == "matmul" else 0.5
 
     def collective_s(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
         assert list(ranks) in ([0, 1, 2, 3], [0, 1], [0, 2])
@@ -97,9 +99,8 @@ def test_gathers_and_reductions_of_both_halves() -> None:
     up, down = forward.gathers
     assert up.kind == down.kind
     assert (up.kind.alpha_s, up.kind.seconds(100)) == pytest.approx((1.0, 2.0))
-    # Of the collective's own second a quarter, and of the hundredth for each byte, besides what each byte takes anyway.
-    found = up.kind.issue_s, up.kind.issue_s_per_byte, up.kind.copy_s_per_byte
-    assert found == pytest.approx((0.5 + 0.25, 0.25 * 0.01 + 0.125, 0.002))
+    found = up.kind.issue_s, up.kind.issue_s_per_byte, up.kind.copy_s_per_byte, up.kind.contention
+    assert found == pytest.approx((0.5, 0.125, 0.002, 0.5))
     assert (up.kind.shard, up.prepared) == (0.25, 0)
     assert backward.reductions[0].kind.seconds(100) == pytest.approx(4.0)
     # In its own step each weight is read for the last time.
@@ -109,6 +110,9 @@ def test_gathers_and_reductions_of_both_halves() -> None:
     ]
     assert up.first_use_slot < down.first_use_slot
     assert sum(forward.seconds) == pytest.approx(2 * 1024 + 0.512)
+    # One step has the first matmul, 4 x 16, and what is fused behind it, the other the second matmul, 4 x 8.
+    first = 1 - 1024.512 / (1024 / (1 - 64 / 256) + 0.512 / 0.5)
+    assert forward.contention[-2:] == pytest.approx((first, 32 / 256))
     flops = 4 * 1024
     assert flops < sum(backward.seconds) < flops + 10
 

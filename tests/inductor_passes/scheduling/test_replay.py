@@ -50,6 +50,28 @@ def test_a_gather_that_is_issued_ahead_is_hidden_and_takes_memory() -> None:
     assert (other.issued, other.started, other.finished, other.awaited) == pytest.approx((0.0, 2.0, 4.0, 5.0))
 
 
+def test_compute_is_slower_while_a_collective_is_under_way() -> None:
+    at_once = Schedule(tuple(ScheduledBucket((i,), 0, i) for i in range(3)), ())
+    # Gathers end after 2, 4 and 6 seconds. The first step does 2 of its 3 seconds in the 4 that are left then.
+    all_steps = forward()._replace(contention=(0.5, 0.5, 0.5))
+    assert replay(all_steps, at_once).starts == pytest.approx((2.0, 7.0, 10.0, 13.0))
+    # Where the first step loses nothing, the second one does half a second in the one that is left.
+    one_step = forward()._replace(contention=(0.0, 0.5, 0.0))
+    assert replay(one_step, at_once).starts == pytest.approx((2.0, 5.0, 8.5, 11.5))
+    # Awaited where they are issued, collectives are beside no compute.
+    assert least_memory_schedule(all_steps).timeline.seconds == pytest.approx(15.0)
+
+
+def test_copies_are_slower_while_a_collective_is_under_way() -> None:
+    kind = SLOW._replace(copy_s_per_byte=0.05, contention=0.5, shard=0.1)
+    bucket, alone = ScheduledBucket((0, 1), 0, 0), ScheduledBucket((2,), 0, 2)
+    # 0.1 seconds of packing, 3 of the first gather; unpacking takes 2, beside the second gather.
+    timeline = replay(forward(kind), Schedule((bucket, alone), ()))
+    assert timeline.starts[0] == pytest.approx(0.1 + 3.0 + 2.0)
+    apart = replay(forward(kind), Schedule((bucket, alone._replace(issue_slot=2)), ()))
+    assert apart.starts[0] == pytest.approx(0.1 + 3.0 + 1.0)
+
+
 def test_a_bucket_costs_one_alpha_and_a_copy_that_takes_its_bytes_again() -> None:
     kind = SLOW._replace(copy_s_per_byte=0.01, issue_s=0.5)
     timeline = replay(forward(kind), Schedule((ScheduledBucket((0, 1, 2), 0, 0),), ()))

@@ -86,7 +86,7 @@ def test_the_text_has_what_the_json_has(
         f"plan {data['plan']}, predicted for test",
         f"{data['collectives_before']} -> {data['collectives']};",
         f"step         {1e3 * data['prediction']['step_s']:.1f} ms",
-        f"of it        compute {1e3 * data['compute_s']:.1f} ms, copies and issuing of collectives "
+        f"of it        compute {1e3 * data['compute_s']:.1f} ms, lost to collectives "
         f"{1e3 * data['overhead_s']:.1f} ms, exposed {1e3 * data['prediction']['exposed_s']:.1f} ms",
         f"{data['changes'][0]['gain']:+7.1%} throughput  {data['changes'][0]['what']}",
     ):

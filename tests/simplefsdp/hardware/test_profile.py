@@ -128,6 +128,7 @@ PROFILE = HardwareProfile(
     collective_launch_s=0.0,
     contention=0.1,
     network=TWO_LEVELS,
+    matmul_contention=((1e6, 0.5), (1e8, 0.25)),
 )
 
 
@@ -147,6 +148,14 @@ def test_seconds_of_compute_follow_the_curves(kind: str, dtype: torch.dtype, flo
     assert PROFILE.compute_s(kind, dtype, flops) == pytest.approx(flops / rate)
 
 
+def test_contention_of_matmuls_depends_on_the_size_of_the_product() -> None:
+    assert PROFILE.contention_of() == PROFILE.contention_of("attention", 1e6) == 0.1
+    assert [PROFILE.contention_of("matmul", elements) for elements in (1, 1e7, 1e9)] == pytest.approx(
+        [0.5, 0.375, 0.25]
+    )
+    assert replace(PROFILE, matmul_contention=()).contention_of("matmul", 1e6) == 0.1
+
+
 def test_seconds_of_memory_and_collectives() -> None:
     assert PROFILE.memory_s(1e4) == pytest.approx(1e4 / 1.5e6)
     assert PROFILE.memory_s(1e5) == pytest.approx(1e5 / 2e6)
@@ -162,6 +171,10 @@ def test_seconds_of_memory_and_collectives() -> None:
         ({"memory": ()}, r"profile mine: memory: expected \(size, rate\) pairs by size, found \(\)"),
         ({"memory": ((2.0, 1.0), (1.0, 1.0))}, "profile mine: memory: expected"),
         ({"memory": ((1.0, 0.0),)}, "profile mine: memory: rate: expected a positive number, found 0.0"),
+        (
+            {"matmul_contention": ((1.0, 1.0),)},
+            "profile mine: matmul_contention: expected a part, less than 1, found 1.0",
+        ),
         ({"matmul": {}}, "profile mine: matmul: expected a curve for each of some dtypes, found {}"),
         ({"attention": 3}, "profile mine: attention: expected a curve for each of some dtypes, found 3"),
         ({"matmul": {"bf16": ((1.0, 1.0),)}}, "profile mine: matmul: no dtype of torch's: 'bf16'"),
@@ -189,6 +202,7 @@ def test_profiles_are_saved_and_loaded_and_wrong_fields_are_named(tmp_path: Path
         ("lunch_s", 1.0, "profile: unknown field 'lunch_s'; did you mean 'launch_s'"),
         ("network", {}, "profile.network.name: missing"),
         ("network", 3, "profile.network: expected an object, found 3"),
+        ("matmul_contention", 3, r"profile.matmul_contention: expected a list of \[size, rate\], found 3"),
         ("contention", 1.0, "profile mine: contention: expected a part, less than 1, found 1.0"),
     ):
         path.write_text(json.dumps(fields | {name: value}))

@@ -69,7 +69,11 @@ def test_collectives_of_one_communicator_follow_each_other_and_a_group_is_one() 
 
 def test_compute_is_slower_beside_a_collective() -> None:
     profile = replace(PROFILE, contention=0.5)
-    assert simulated(gather(), TWO_MS, TWO_MS, profile=profile).step_s == pytest.approx(6e-3)
+    # The gather takes 8 ms, in which 4 ms of compute are done.
+    assert simulated(gather(), TWO_MS, profile=profile).step_s == pytest.approx(4e-3)
+    assert simulated(gather(), TWO_MS, TWO_MS, TWO_MS, profile=profile).step_s == pytest.approx(10e-3)
+    other = replace(profile, matmul_contention=((0.5e6, 0.9), (1e6, 0.2)))
+    assert simulated(gather(), TWO_MS, profile=other).step_s == pytest.approx(2.5e-3)
 
 
 def test_kernels_take_what_their_bytes_take() -> None:
