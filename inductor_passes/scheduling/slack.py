@@ -95,9 +95,9 @@ class _Slack:
         if len(buckets) == 1:
             any(self._fits(move.schedule) for move in moves(self.schedule, buckets[0]))
             return
-        half = len(buckets) // 2
-        self._move(moves, buckets[:half])
-        self._move(moves, buckets[half:])
+        middle = len(buckets) // 2
+        self._move(moves, buckets[:middle])
+        self._move(moves, buckets[middle:])
 
     def _fits(self, schedule: Schedule) -> bool:
         """Take ``schedule`` if it is as fast and has a peak that is low enough; return whether it is."""
