@@ -49,7 +49,6 @@ def seconds(
     torch.cuda.synchronize()
     if held is not None:
         with torch.cuda.stream(side):
-            held.begin()
             held.hold(HOLD_S)
     torch.cuda._sleep(1_000_000)  # until the other stream's kernel has begun
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

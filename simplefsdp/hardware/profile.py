@@ -12,6 +12,7 @@ round twice: twice the steps and bytes. Between nodes each rank brings a network
 an all-to-all each card carries what its own rank receives from other nodes, ``bytes * (N - m) / N``.
 """
 
+import functools
 import json
 import math
 import os
@@ -119,8 +120,15 @@ class Network:
         return _ROUNDS.get(kind, 1) * nbytes * seconds_per_byte
 
     def _levels(self, kind: str, ranks: Sequence[int]) -> tuple[Link, Link, int, int, int]:
-        on_node = Counter(rank // self.ranks_per_node for rank in ranks)
-        return self.inside[kind], self.between[kind], len(ranks), len(on_node), max(on_node.values())
+        nodes, most = _nodes(tuple(ranks), self.ranks_per_node)
+        return self.inside[kind], self.between[kind], len(ranks), nodes, most
+
+
+@functools.cache
+def _nodes(ranks: tuple[int, ...], ranks_per_node: int) -> tuple[int, int]:
+    """Return the number of nodes that these ranks are on, and how many of the ranks are on one of them at most."""
+    on_node = Counter(rank // ranks_per_node for rank in ranks)
+    return len(on_node), max(on_node.values())
 
 
 def flat(

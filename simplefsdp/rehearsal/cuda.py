@@ -25,29 +25,37 @@ from simplefsdp.rehearsal.channel import Move, Times
 
 
 @triton.jit
-def _begin(start):
-    tl.store(start, globaltimer())
-
-
-@triton.jit(do_not_specialize=["nanoseconds"])
-def _hold(start, nanoseconds, scratch, size: tl.constexpr):
-    """Return ``nanoseconds`` after ``start``; ``scratch`` is written, since Triton has no cluster without a block.
+def _sleep_until(end):
+    """Return when the GPU's clock shows ``end``.
 
     Warps sleep between two looks at the clock: small kernels have blocks on the same multiprocessors, and warps that
     spin would take most of their time, where NCCL's wait for memory or at a barrier.
     """
-    end = tl.load(start) + nanoseconds
     now = globaltimer()
     while now < end:
         tl.inline_asm_elementwise("nanosleep.u32 500; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1)
         now = globaltimer()
+
+
+@triton.jit(do_not_specialize=["nanoseconds"])
+def _hold(start, nanoseconds, scratch, begins: tl.constexpr, size: tl.constexpr):
+    """Return ``nanoseconds`` after ``start``, which is now and is written if the kernel ``begins``.
+
+    ``scratch`` is written, since Triton has no cluster without a block.
+    """
+    if begins:
+        began = globaltimer()
+        tl.store(start, began, tl.program_id(0) == 0)
+    else:
+        began = tl.load(start)
+    _sleep_until(began + nanoseconds)
     place = tl.arange(0, size)
     tl.store(scratch + place, place)
 
 
-@triton.jit
-def repeat_kernel(table, count, block: tl.constexpr):
-    """Write each source into its output as often as it fits.
+@triton.jit(do_not_specialize=["nanoseconds"])
+def repeat_kernel(table, count, start, nanoseconds, waits: tl.constexpr, block: tl.constexpr):
+    """Write each source into its output as often as it fits; return ``nanoseconds`` after ``start`` if it ``waits``.
 
     Rows of ``table``: the addresses of the output and the source, the words of the source, and how often it fits.
     """
@@ -55,12 +63,14 @@ def repeat_kernel(table, count, block: tl.constexpr):
         out = tl.load(table + 4 * move).to(tl.pointer_type(tl.int32))
         source = tl.load(table + 4 * move + 1).to(tl.pointer_type(tl.int32))
         words, times = tl.load(table + 4 * move + 2), tl.load(table + 4 * move + 3)
-        for start in range(tl.program_id(0) * block, words, tl.num_programs(0) * block):
-            place = start + tl.arange(0, block)
+        for first in range(tl.program_id(0) * block, words, tl.num_programs(0) * block):
+            place = first + tl.arange(0, block)
             mask = place < words
             x = tl.load(source + place, mask)
             for part in range(times):
                 tl.store(out + part * words + place, x, mask)
+    if waits:
+        _sleep_until(tl.load(start) + nanoseconds)
 
 
 class HeldMultiprocessors:
@@ -74,19 +84,17 @@ class HeldMultiprocessors:
             has_clusters = torch.cuda.get_device_capability(device)[0] >= 9
             cluster = _CLUSTER if has_clusters and multiprocessors % _CLUSTER == 0 else 1
         self._multiprocessors, self._cluster = multiprocessors, cluster
-        self._start = torch.zeros(1, dtype=torch.int64, device=device)
+        self.start = torch.zeros(1, dtype=torch.int64, device=device)
+        """When the kernel began that began last, in nanoseconds of the GPU's clock."""
         self._scratch = torch.zeros(_CLUSTER, dtype=torch.int32, device=device)
 
-    def begin(self) -> None:
-        """Start the clock of what is held from now on."""
-        _begin[(1,)](self._start, num_warps=1)
-
-    def hold(self, seconds: float) -> None:
-        """Hold them until so many seconds after ``begin``."""
+    def hold(self, seconds: float, *, begins: bool = True) -> None:
+        """Hold them for so many seconds, since now or, if this does not begin, since the last call that began."""
         _hold[(self._multiprocessors // self._cluster,)](
-            self._start,
-            max(0, round(seconds * 1e9)),
+            self.start,
+            _nanoseconds(seconds),
             self._scratch,
+            begins,
             _CLUSTER,
             num_warps=1 if self._multiprocessors == 1 else 32,
             num_ctas=self._cluster,
@@ -113,25 +121,31 @@ class CudaChannel:
         job = CudaJob(self._stream, seconds, moves)
         job.issued.record()
         self._stream.wait_event(job.issued)
-        moved = sum(move.out.nbytes for move in moves if not move.in_place)
+        moves = [move for move in moves if not move.in_place]
+        moved = sum(move.out.nbytes for move in moves)
         with torch.cuda.stream(self._stream):
             job.started.record()
-            self._held.begin()
             self._held.hold(seconds - moved * self._seconds_per_byte)
-            carry(moves, self._programs)
-            self._held.hold(seconds)
+            if moved and not carry(moves, self._programs, self._held.start, seconds):
+                self._held.hold(seconds, begins=False)
             job.finished.record()
         self._under_way.append(job)  # keeps the tensors until the stream is done with them, wait or no wait
         return job
 
 
+def _nanoseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1e9))
+
+
 @torch.no_grad()
-def carry(moves: Sequence[Move], programs: int) -> None:
-    """Carry out moves on the current stream: by one kernel of so many ``programs`` what is copied word by word."""
+def carry(moves: Sequence[Move], programs: int, start: Tensor | None = None, seconds: float = 0.0) -> bool:
+    """Carry out moves on the current stream: by one kernel of so many ``programs`` what is copied word by word.
+
+    With ``start``, that kernel ends ``seconds`` after it. Return whether there is such a kernel.
+    """
     rows = []
-    for move in moves:
-        out, source, factor = move
-        if source.numel() == 0 or move.in_place:
+    for out, source, factor in moves:
+        if source.numel() == 0:
             continue
         if factor != 1:
             torch.mul(source, factor, out=out.view(source.shape))
@@ -143,7 +157,9 @@ def carry(moves: Sequence[Move], programs: int) -> None:
         table = torch.tensor(rows, dtype=torch.int64)
         if moves[0].out.is_cuda:
             table = table.pin_memory().to(moves[0].out.device, non_blocking=True)
-        repeat_kernel[(programs,)](table, len(rows), 4096, num_warps=32)
+        nanoseconds = _nanoseconds(seconds)
+        repeat_kernel[(programs,)](table, len(rows), start, nanoseconds, start is not None, 4096, num_warps=32)
+    return bool(rows)
 
 
 @functools.cache
