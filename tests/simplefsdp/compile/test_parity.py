@@ -136,10 +136,12 @@ LOSS_TOLERANCE = 1e-3
 GRADIENT_TOLERANCE = 1e-5
 
 
+@pytest.mark.slow
 def test_inductor_stays_within_its_tolerance_of_fsdp2(two_ranks: Ranks) -> None:
     two_ranks.run(_inductor_close, {})
 
 
+@pytest.mark.slow
 def test_in_fp32_inductor_gives_the_same_bits_whether_blocks_are_compiled_once_or_one_by_one(two_ranks: Ranks) -> None:
     two_ranks.run(_same_bits)
 

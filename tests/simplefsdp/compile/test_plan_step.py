@@ -82,6 +82,7 @@ def test_all_ranks_plan_the_same_however_uneven_their_shards(checkpointing: str,
     assert bool(unsharded[0]) == (reshard == "auto")
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_ranks_of_groups_on_more_nodes_than_others_plan_the_same() -> None:
     inside = dict.fromkeys(PROFILE.network.inside, Link(bandwidth_bytes_per_s=1e10, alpha_s=1e-6))
@@ -319,6 +320,7 @@ def test_evaluation_has_a_plan_of_its_own(tmp_path: Path, name: str) -> None:
     assert found.backward == found.reductions == ()
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_only_what_cannot_be_hidden_travels_in_its_format(tmp_path: Path) -> None:
@@ -392,6 +394,7 @@ def _same_training(lowering: str, tolerance: float) -> None:
         torch.testing.assert_close(values, found[0][2], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lowering", "tolerance"), [("aot_eager", 0.0), ("inductor", 1e-5)])
 def test_training_is_that_without_a_plan(two_ranks: Ranks, lowering: str, tolerance: float) -> None:
     two_ranks.run(_same_training, lowering, tolerance)

@@ -62,7 +62,7 @@ def _train(lowering: str, mode: str) -> None:
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("lowering", ["eager", "auto"])
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("auto", marks=pytest.mark.slow)])
 def test_accumulated_and_clipped_it_has_them_too(two_ranks: Ranks, lowering: str) -> None:
     two_ranks.run(_accumulate, lowering)
 

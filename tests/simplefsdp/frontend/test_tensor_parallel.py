@@ -215,7 +215,7 @@ def _uneven(sizes: tuple[int, ...], lowering: str) -> None:
     equal_to(reference, model, lowered(model, lowering, fullgraph=True), vectors, rank)
 
 
-@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_gradients_are_added_up_without_communication_over_the_data_parallel_ranks(
     four_ranks: Ranks, lowering: str
 ) -> None:

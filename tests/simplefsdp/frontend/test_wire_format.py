@@ -78,13 +78,17 @@ def _bits(setting: str, wire: Any, lowering: str) -> None:
     torch.testing.assert_close(found[0], exact[0], rtol=0.02, atol=0)
 
 
-@pytest.mark.parametrize("lowering", PLANS)
-@pytest.mark.parametrize("wire", [NARROW, MIXED], ids=["all", "some"])
+@pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("one by one", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "wire", [pytest.param(NARROW, id="all", marks=pytest.mark.slow), pytest.param(MIXED, id="some")]
+)
 def test_compiled_training_has_the_bits_of_eager_on_two_ranks(two_ranks: Ranks, wire: Any, lowering: str) -> None:
     two_ranks.run(_bits, "uneven", wire, lowering)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting", [name if name == "hybrid" else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
+)
 def test_compiled_training_has_the_bits_of_eager_on_four_ranks(four_ranks: Ranks, setting: str) -> None:
     four_ranks.run(_bits, setting, NARROW, "aot_eager")
 
@@ -194,6 +198,7 @@ def _other_compiler() -> None:
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_inductor_agrees_and_reports_what_is_sent(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_inductor, str(tmp_path))
 
