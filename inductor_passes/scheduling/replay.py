@@ -73,6 +73,8 @@ class Timeline(NamedTuple):
     """The most bytes in use at any time."""
     starts: tuple[float, ...]
     """When each step of compute begins, and when the graph ends."""
+    ends: tuple[float, ...]
+    """When each step of compute ends."""
     memory: tuple[int, ...]
     """The most bytes in use in each slot and the step behind it; one entry per slot."""
     spans: tuple[CollectiveSpan, ...]
@@ -97,6 +99,7 @@ class Replay:
         self.undecoded = 0
         """Bytes by which gathered weights grow when they are decoded."""
         self._starts: list[float] = []
+        self._ends: list[float] = []
         self._memory = list(graph.live_bytes_at_slot)
         self._spans: list[CollectiveSpan] = []
         self.last_read = [0] * (steps + 1)
@@ -199,6 +202,7 @@ class Replay:
             self._allocate(self._made[step])
             self._note(self.graph.live_bytes_in_step[step] - self.graph.live_bytes_at_slot[step])
             self._compute(self.graph.seconds[step], self._contention[step])
+            self._ends.append(self.clock)
             self.alive -= self.last_read[step]
             self.alive += self._ready[step + 1]
         else:
@@ -208,7 +212,8 @@ class Replay:
     def timeline(self) -> Timeline:
         """Return the timeline; to be called once ``advance`` has come to the end."""
         memory = tuple(self._memory)
-        return Timeline(self.clock, self.exposed, max(memory), tuple(self._starts), memory, tuple(self._spans))
+        starts, ends, spans = tuple(self._starts), tuple(self._ends), tuple(self._spans)
+        return Timeline(self.clock, self.exposed, max(memory), starts, ends, memory, spans)
 
     def _issue(
         self,

@@ -120,8 +120,7 @@ class _Slack:
             self._started[span.kind.channel].append(span.started)
         for started in self._started.values():
             started.sort()
-        ends = (start + seconds for start, seconds in zip(timeline.starts, self._graph.seconds, strict=False))
-        self._come_to = [0.0, *ends]
+        self._come_to = [0.0, *timeline.ends]
         """When compute comes to each slot."""
 
     def _later_waits(self, schedule: Schedule, i: int) -> Iterator[_Move]:

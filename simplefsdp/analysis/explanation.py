@@ -298,8 +298,8 @@ def _went(bucket: BucketExplanation, measurement: Measurement) -> MeasuredBucket
 
 def _freed(graph: CostGraph, timeline: Timeline) -> dict[str, float]:
     """Return when each gathered weight is no longer needed, by FQN."""
-    ends = [start + seconds for start, seconds in zip(timeline.starts, graph.seconds, strict=False)]
-    return {gather.fqn: [*ends, timeline.seconds][gather.last_use_slot] for gather in graph.gathers}
+    ends = (*timeline.ends, timeline.seconds)
+    return {gather.fqn: ends[gather.last_use_slot] for gather in graph.gathers}
 
 
 def _explained(direction: str, one: Diagnosis, freed: Mapping[str, float]) -> BucketExplanation:

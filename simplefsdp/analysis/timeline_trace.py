@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.replay import CollectiveSpan, Timeline
 from simplefsdp.analysis.measurement import GraphRun
 from simplefsdp.analysis.prediction import Prediction, StepCosts
@@ -22,12 +21,12 @@ def prediction_files(prediction: Prediction, costs: StepCosts, replayed: Sequenc
     return {
         "costs.json": costs.to_json(),
         "prediction.json": prediction.to_json(),
-        "timeline.json": timeline_trace(costs.cost_graphs, replayed, costs.resident_bytes),
+        "timeline.json": timeline_trace(replayed, costs.resident_bytes),
     }
 
 
-def timeline_trace(cost_graphs: Sequence[CostGraph], timelines: Sequence[Timeline], resident: int = 0) -> str:
-    """Return the JSON of a forward and a backward graph, one after the other.
+def timeline_trace(timelines: Sequence[Timeline], resident: int = 0) -> str:
+    """Return the JSON of the replays of a forward and a backward graph, one after the other.
 
     The track ``compute`` has compute and, as ``exposed``, the time that compute waits for each collective. Collectives
     are in the tracks of their process groups, with FQNs, bytes, and when they were issued and awaited. ``memory``
@@ -38,9 +37,9 @@ def timeline_trace(cost_graphs: Sequence[CostGraph], timelines: Sequence[Timelin
     events: list[dict[str, Any]] = [_named("process_name", 0, "predicted")]
     events += [_named("thread_name", track, name) for track, name in enumerate(tracks)]
     begin = 0.0
-    for direction, graph, timeline in zip(("forward", "backward"), cost_graphs, timelines, strict=True):
-        for step, seconds in enumerate(graph.seconds):
-            events.append(_complete(_COMPUTE, f"{direction} {step}", "compute", begin + timeline.starts[step], seconds))
+    for direction, timeline in zip(("forward", "backward"), timelines, strict=True):
+        for step, (start, end) in enumerate(zip(timeline.starts, timeline.ends, strict=False)):
+            events.append(_complete(_COMPUTE, f"{direction} {step}", "compute", begin + start, end - start))
         for span in timeline.spans:
             track = 1 + channels.index(span.kind.channel)
             events += _of_span(track, span, begin)

@@ -54,7 +54,9 @@ def test_compute_is_slower_while_a_collective_is_under_way() -> None:
     at_once = Schedule(tuple(ScheduledBucket((i,), 0, i) for i in range(3)), ())
     # Gathers end after 2, 4 and 6 seconds. The first step does 2 of its 3 seconds in the 4 that are left then.
     all_steps = forward()._replace(contention=(0.5, 0.5, 0.5))
-    assert replay(all_steps, at_once).starts == pytest.approx((2.0, 7.0, 10.0, 13.0))
+    timeline = replay(all_steps, at_once)
+    assert timeline.starts == pytest.approx((2.0, 7.0, 10.0, 13.0))
+    assert timeline.ends == pytest.approx((7.0, 10.0, 13.0))
     # Where the first step loses nothing, the second one does half a second in the one that is left.
     one_step = forward()._replace(contention=(0.0, 0.5, 0.0))
     assert replay(one_step, at_once).starts == pytest.approx((2.0, 5.0, 8.5, 11.5))
