@@ -356,8 +356,8 @@ def _profile(found: Any) -> HardwareProfile:
             raise ValueError(f"{where}: expected a list of [size, rate], found {points!r}")
         return tuple((parse_plain(size, f"{where}.size"), parse_plain(rate, f"{where}.rate")) for size, rate in points)
 
-    parsers = {"matmul": parse_values(curve), "attention": parse_values(curve), "memory": curve, "network": _network}
-    parsers["matmul_contention"] = curve
+    curves = parse_values(curve)
+    parsers = {"matmul": curves, "attention": curves, "memory": curve, "matmul_contention": curve, "network": _network}
     return parse_fields(HardwareProfile, found, "profile", parsers)
 
 

@@ -54,8 +54,8 @@ def _hold(start, nanoseconds, scratch, begins: tl.constexpr, size: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["nanoseconds"])
-def repeat_kernel(table, count, start, nanoseconds, waits: tl.constexpr, block: tl.constexpr):
-    """Write each source into its output as often as it fits; return ``nanoseconds`` after ``start`` if it ``waits``.
+def repeat_kernel(table, count, start, nanoseconds, block: tl.constexpr):
+    """Write each source into its output as often as it fits; return ``nanoseconds`` after ``start``, if it is given.
 
     Rows of ``table``: the addresses of the output and the source, the words of the source, and how often it fits.
     """
@@ -69,7 +69,7 @@ def repeat_kernel(table, count, start, nanoseconds, waits: tl.constexpr, block: 
             x = tl.load(source + place, mask)
             for part in range(times):
                 tl.store(out + part * words + place, x, mask)
-    if waits:
+    if start is not None:
         _sleep_until(tl.load(start) + nanoseconds)
 
 
@@ -105,7 +105,6 @@ class CudaChannel:
     """A stream that moves data at the end of each collective's time."""
 
     def __init__(self, device: torch.device, multiprocessors: int):
-        self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)  # or it would queue behind compute
         self._held = HeldMultiprocessors(device, multiprocessors)
         self._programs = max(multiprocessors, _NCCLS)
@@ -157,8 +156,7 @@ def carry(moves: Sequence[Move], programs: int, start: Tensor | None = None, sec
         table = torch.tensor(rows, dtype=torch.int64)
         if moves[0].out.is_cuda:
             table = table.pin_memory().to(moves[0].out.device, non_blocking=True)
-        nanoseconds = _nanoseconds(seconds)
-        repeat_kernel[(programs,)](table, len(rows), start, nanoseconds, start is not None, 4096, num_warps=32)
+        repeat_kernel[(programs,)](table, len(rows), start, _nanoseconds(seconds), 4096, num_warps=32)
     return bool(rows)
 
 
