@@ -161,3 +161,14 @@ def joint_contention(seconds: Sequence[float], contention: Sequence[float]) -> f
     """Return the contention of a step that runs these one after the other."""
     slowed = sum(s / (1 - part) for s, part in zip(seconds, contention, strict=True))
     return 1 - sum(seconds) / slowed if slowed else 0.0
+
+
+def beside_collectives(at: float, seconds: float, until: float, contention: float) -> tuple[float, float]:
+    """Run compute of ``seconds`` from the time ``at`` on, beside collectives that are under way ``until`` then.
+
+    Return when it ends, or ``until`` if that is earlier, and the seconds of compute that are left.
+    """
+    done = (until - at) * (1 - contention)
+    if seconds <= done:
+        return at + seconds / (1 - contention), 0.0
+    return until, seconds - done

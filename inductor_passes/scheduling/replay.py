@@ -31,7 +31,7 @@ from inductor_passes.scheduling.bucket_form import (
     cheapest_reduction_form,
     reduced_in_place,
 )
-from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction, beside_collectives
 from inductor_passes.scheduling.issue_points import Form, Schedule
 
 
@@ -245,12 +245,7 @@ class Replay:
     def _compute(self, seconds: float, contention: float) -> None:
         """Advance the clock by compute that takes ``seconds`` with the device for itself."""
         if contention and self._busy_until > self.clock:
-            done = (self._busy_until - self.clock) * (1 - contention)
-            if seconds <= done:
-                self.clock += seconds / (1 - contention)
-                return
-            self.clock = self._busy_until
-            seconds -= done
+            self.clock, seconds = beside_collectives(self.clock, seconds, self._busy_until, contention)
         self.clock += seconds
 
     def _allocate(self, nbytes: int) -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
+from inductor_passes.scheduling.cost_graph import beside_collectives
 from simplefsdp.hardware.profile import HardwareProfile
 from simplefsdp.null_gpu.log import (
     DEFAULT_STREAM,
@@ -227,11 +228,7 @@ class _Clock:
             alone = max(0.0, begin - at)
             if seconds <= alone:
                 break
-            at, seconds = at + alone, seconds - alone
-            done = (end - at) * (1 - contention)
-            if seconds <= done:
-                return at + seconds / (1 - contention)
-            at, seconds = end, seconds - done
+            at, seconds = beside_collectives(at + alone, seconds - alone, end, contention)
         return at + seconds
 
     def _collective(self, i: int, first: Collective) -> None:
