@@ -24,7 +24,8 @@ _HALF = (torch.bfloat16, torch.float16)
 def cast_in_matmuls(graph: Graph, is_allowed: Callable[[Collective], bool]) -> list[str]:
     """Replace casts of gradients to float32 by matmuls with such a result, where ``is_allowed``; return their FQNs.
 
-    Gradients on other devices than GPUs, and those that an all-reduce reduces, which are packed, keep their casts.
+    Gradients that an all-reduce reduces, which are packed, keep their casts. For GPUs: matmuls of CPUs have no such
+    result.
     """
     replaced: list[str] = []
     for reduction in reductions(graph):
@@ -47,7 +48,7 @@ def _from_matmul(reduction: Collective) -> tuple[Node, list[Node], Node] | None:
         views.insert(0, node)
         node = node.all_input_nodes[0]
     value = node.meta["val"]
-    if node.target is not _MATMUL or len(node.users) != 1 or value.dtype not in _HALF or not value.is_cuda:
+    if node.target is not _MATMUL or len(node.users) != 1 or value.dtype not in _HALF:
         return None
     return node, views, cast
 

@@ -20,7 +20,7 @@ from simplefsdp import rehearsal
 from simplefsdp.api import simple_fsdp
 from simplefsdp.hardware.cache import cache_path
 from simplefsdp.hardware.catalog import Contention, contention_for
-from simplefsdp.hardware.profile import Curve, HardwareProfile, Network, flat, load_profile, save
+from simplefsdp.hardware.profile import Curve, HardwareProfile, Network, device_memory_bytes, flat, load_profile, save
 from simplefsdp.plan.grouping import manual_plan
 
 log = logging.getLogger("simplefsdp")
@@ -69,6 +69,7 @@ def calibrate(device: torch.device, network: Network) -> HardwareProfile:
         contention=contention.contention,
         network=network,
         matmul_contention=contention.matmul_contention,
+        device_bytes=device_memory_bytes(device),
     )
     if not on_gpu:
         launch, per_byte = _collective_launch_s(clock), _collective_s_per_byte()

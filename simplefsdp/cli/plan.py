@@ -66,9 +66,9 @@ def run(args: argparse.Namespace) -> None:
     ]
     jobs = [_job(one) for one in asked]
     found = []
-    with tqdm(total=3 * len(jobs), unit="stage", file=sys.stderr) as bar:
+    with tqdm(total=2 * len(jobs), unit="stage", file=sys.stderr) as bar:
         for number, job in enumerate(jobs):
-            stages = itertools.count(3 * number)
+            stages = itertools.count(2 * number)
 
             def on_stage(name: str, stages: Iterator[int] = stages) -> None:
                 bar.set_description(name)

@@ -8,6 +8,7 @@
 
 import gc
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -60,13 +61,14 @@ def simplefsdp(
 
 
 def trace_cost_graphs(
-    step: Callable[..., Any], inputs: Sequence[Any], profile: HardwareProfile
+    step: Callable[..., Any], inputs: Sequence[Any], profile: HardwareProfile, *, cast_in_matmuls: bool = False
 ) -> list[CostGraph] | None:
     """Trace ``step(*inputs)`` as far as there is something to plan, and run and lower nothing.
 
     Args:
         step: a function without graph breaks, of a sharded model.
         profile: what compute and collectives cost.
+        cast_in_matmuls: whether matmuls cast gradients, as they do on a GPU without a memory budget.
 
     Returns:
         The forward and the backward graph as their schedule sees them; ``None`` if nothing in ``step`` is trained.
@@ -79,6 +81,8 @@ def trace_cost_graphs(
     class CostGraphs(_Partitioner):
         def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> PartitionedGraphs:
             graphs = partition(gm, joint_inputs, **kwargs)
+            if cast_in_matmuls:
+                self.passes.cast_in_matmuls(graphs[0].graph, graphs[1].graph, math.inf)
             found.append(self.passes.cost_graphs(*(module.graph for module in graphs)))
             return graphs
 

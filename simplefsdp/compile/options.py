@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from inductor_passes.torch_compat.inductor import NO_OTHER_REORDERING, inductor_options
-from simplefsdp.compile.plan_step import SEARCHED_PLANS, SearchRequest, device_memory_bytes
+from simplefsdp.compile.plan_step import SEARCHED_PLANS, SearchRequest
 from simplefsdp.hardware.cache import cached_profile_path, measure_on_first_use
 from simplefsdp.hardware.catalog import built_in, is_built_in, name_for
-from simplefsdp.hardware.profile import HardwareProfile, load_profile
+from simplefsdp.hardware.profile import HardwareProfile, device_memory_bytes, load_profile
 from simplefsdp.plan.bucket_plan import BucketPlan
 from simplefsdp.plan.grouping import BLOCK, GroupingRequest
 from simplefsdp.text.messages import unknown

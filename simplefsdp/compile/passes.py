@@ -88,7 +88,9 @@ class Passes:
         undecided = any(param.reshard is None for param in self.given.params.values())
         graphs, params = self._choose_unsharded(joint, inputs, **kwargs) if undecided else (None, self.given.params)
         forward, backward = graphs or partition(joint, inputs, **kwargs)
-        self._cast_in_matmuls(forward.graph, backward.graph)
+        request = self.given.request
+        if self.given.cast_in_matmuls and request is not None and self.given.profile is not None:
+            self.cast_in_matmuls(forward.graph, backward.graph, memory_limit(request, self.given.state.resident_bytes))
         self._plan(forward.graph, backward.graph, params)
         for module in (forward, backward):
             self._bucket(module.graph)
@@ -160,20 +162,20 @@ class Passes:
                 return graphs, params
         return resharded, with_reshard_decided(self.given.params, ())
 
-    def _cast_in_matmuls(self, forward: Graph, backward: Graph) -> None:
+    def cast_in_matmuls(self, forward: Graph, backward: Graph, limit: float) -> None:
         """Let matmuls cast gradients where that saves more than it costs, and where there is memory for it.
 
         A gradient that is cast takes twice as much while it waits for its reduction to be issued. So the peak of
         compute may not grow by it, and beside it there must be room for what several blocks gather and reduce: where
         memory is short, a plan can hide more communication with gradients that are cast when they are reduced.
+
+        Args:
+            limit: bytes that the graphs may need.
         """
-        if not self.given.cast_in_matmuls or self.given.request is None or self.given.profile is None:
-            return
         _, costs = self.cost_graphs(forward, backward)
         reduced = {reduction.fqn: reduction for reduction in costs.reductions}
         communication_bytes = _BLOCKS_UNDER_WAY * most_bytes_of_a_block(costs)
-        limit = memory_limit(self.given.request, self.given.state.resident_bytes) - communication_bytes
-        highest = min(limit, max(costs.live_bytes_in_step, default=0))
+        highest = min(limit - communication_bytes, max(costs.live_bytes_in_step, default=0))
 
         def is_allowed(collective: Collective) -> bool:
             reduction = reduced[collective.fqns[0]]

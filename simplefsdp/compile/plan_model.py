@@ -82,7 +82,9 @@ class PlanJob:
         """The request for a plan."""
         if self.plan == "block":
             return BLOCK
-        return SearchRequest(self.plan, self.profile, self.memory_budget, narrows=self.narrows)
+        return SearchRequest(
+            self.plan, self.profile, self.memory_budget, self.profile.device_bytes, narrows=self.narrows
+        )
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,7 @@ def plan_model(job: PlanJob, on_stage: Callable[[str], object] = lambda _: None)
 
     Args:
         job: the model, the ranks and what is asked of the plan.
-        on_stage: called with the name of each of three stages as it begins: ``"tracing"``, ``"tracing all blocks"``
-            (which may have nothing to do) and ``"planning"``.
+        on_stage: called with the name of each of two stages as it begins: ``"tracing"`` and ``"planning"``.
 
     Raises:
         ValueError: the model has a graph break or is not trained, or the budget cannot be met.
@@ -150,13 +151,12 @@ def plan_model(job: PlanJob, on_stage: Callable[[str], object] = lambda _: None)
         costs = None
         if job.model in MODELS and blocks > _TRACED + 1:
             costs = _repeated([_traced(build(_TRACED + more), job) for more in (0, 1)], blocks)
-        on_stage("tracing all blocks")
         if costs is None:
             costs = _traced(build(job.layers), job)
-        on_stage("planning")
         params: list[Any] = list(whole.parameters())
         state = optimizer_state(whole, job.optimizer)
         parameters = params[0].simple_fsdp_info.model.parameters
+    on_stage("planning")
     planned = plan_step(job.request, _step_to_plan(job, costs, state=state, parameters=parameters), profile)
     assert planned.prediction is not None
     ranks = job.layout.ranks
@@ -222,7 +222,11 @@ def _repeated(traces: Sequence[Sequence[CostGraph]], blocks: int) -> Sequence[Co
 
 
 def _traced(model: nn.Module, job: PlanJob) -> Sequence[CostGraph]:
-    """Return the graphs of a step of ``model``, whose memory nobody writes or reads."""
+    """Return the graphs of a step of ``model``, whose memory nobody writes or reads.
+
+    On a GPU matmuls cast gradients wherever no peak grows, also if there is a budget, with which a compilation may cast
+    some of them later.
+    """
     model.to_empty(device="cpu")
     tokens = torch.zeros((job.batch, job.seq), dtype=torch.int64)
     torch.compiler.reset()
@@ -231,7 +235,9 @@ def _traced(model: nn.Module, job: PlanJob) -> Sequence[CostGraph]:
         return model(tokens, targets) if job.model in MODELS else cross_entropy(model(tokens), targets)
 
     try:
-        costs = trace_cost_graphs(loss, (tokens, tokens), job.profile)
+        costs = trace_cost_graphs(
+            loss, (tokens, tokens), job.profile, cast_in_matmuls=job.profile.device_bytes is not None
+        )
     except torch._dynamo.exc.Unsupported as error:
         raise ValueError(
             f"--model {job.model}: has a graph break, and each graph a plan of its own: {error}"

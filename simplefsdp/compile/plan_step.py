@@ -7,8 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
-
 from inductor_passes.collectives import GraphParameter
 from inductor_passes.scheduling.bucket_form import with_cheapest_forms
 from inductor_passes.scheduling.cost_graph import CostGraph, Gather, Reduction
@@ -232,11 +230,6 @@ def with_reshard_decided(
 def fits_memory(request: SearchRequest, graphs: Sequence[CostGraph], resident: int) -> bool:
     """Return whether there is a plan for these graphs within the budget or the device."""
     return max(least_memory_schedule(graph).timeline.peak for graph in graphs) <= memory_limit(request, resident)
-
-
-def device_memory_bytes(device: torch.device) -> int | None:
-    """Return the bytes of a GPU's memory; ``None`` for other devices, whose memory a process shares."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def time_tolerance(request: SearchRequest) -> float:

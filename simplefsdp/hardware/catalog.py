@@ -79,6 +79,8 @@ class Device(NamedTuple):
     matmul: Mapping[str, Curve]
     attention: Mapping[str, Curve]
     memory_bytes_per_s: float
+    device_bytes: int
+    """Bytes of its memory, which torch says to be a fraction of a GiB more."""
     contention: Contention = _MEAN
 
 
@@ -109,6 +111,7 @@ DEVICES: Mapping[str, Device] = {
         },
         {"bfloat16": _attention(128, {2048: (180, 141), 4096: (204, 168), 8192: (217, 173), 16384: (203, 175)})},
         1.61e12,
+        79 * 2**30,
     ),
     "h100": Device(
         _H100,
@@ -118,6 +121,7 @@ DEVICES: Mapping[str, Device] = {
         },
         {"bfloat16": _attention(128, _HOPPER)},
         2.90e12,
+        79 * 2**30,
         _HOPPER_CONTENTION,
     ),
     "h200": Device(
@@ -128,6 +132,7 @@ DEVICES: Mapping[str, Device] = {
         },
         {"bfloat16": _attention(128, _HOPPER)},
         4.01e12,
+        139 * 2**30,
         _HOPPER_CONTENTION,
     ),
     "b200": Device(
@@ -142,6 +147,7 @@ DEVICES: Mapping[str, Device] = {
             )
         },
         6.71e12,
+        178 * 2**30,
     ),
 }
 
@@ -212,4 +218,5 @@ def built_in(name: str) -> HardwareProfile:
         contention=found.contention.contention,
         network=network(of_network),
         matmul_contention=found.contention.matmul_contention,
+        device_bytes=found.device_bytes,
     )

@@ -282,6 +282,8 @@ class HardwareProfile:
     matmul_contention: Curve = ()
     """The part that a matmul loses, by the number of elements of its product; empty: as other kernels. A matmul whose
     blocks fill a GPU once or twice needs one or two rounds more while a collective holds some multiprocessors."""
+    device_bytes: int | None = None
+    """Bytes of a GPU's memory; ``None``: the device is a CPU."""
 
     def __post_init__(self) -> None:
         for name in ("matmul", "attention"):
@@ -299,6 +301,8 @@ class HardwareProfile:
         for name in ("collective_launch_s", "contention", "collective_s_per_byte", "parameter_s"):
             if getattr(self, name) != 0:
                 _positive(f"profile {self.name}: {name}", getattr(self, name))
+        if self.device_bytes is not None:
+            _positive(f"profile {self.name}: device_bytes", self.device_bytes)
         if self.matmul_contention:
             _check_curve(f"profile {self.name}: matmul_contention", self.matmul_contention)
         parts = {"contention": [self.contention], "matmul_contention": [part for _, part in self.matmul_contention]}
@@ -341,6 +345,11 @@ class HardwareProfile:
         return self.network.seconds(kind, ranks, nbytes)
 
 
+def device_memory_bytes(device: torch.device) -> int | None:
+    """Return the bytes of a GPU's memory; ``None`` for other devices, whose memory a process shares."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
 def load_profile(path: str | Path) -> HardwareProfile:
     """Return the profile in a file that ``save`` wrote, edited or not.
 
@@ -357,7 +366,10 @@ def _profile(found: Any) -> HardwareProfile:
         return tuple((parse_plain(size, f"{where}.size"), parse_plain(rate, f"{where}.rate")) for size, rate in points)
 
     curves = parse_values(curve)
-    parsers = {"matmul": curves, "attention": curves, "memory": curve, "matmul_contention": curve, "network": _network}
+    parsers = {
+        **{"matmul": curves, "attention": curves, "memory": curve, "matmul_contention": curve},
+        **{"device_bytes": parse_optional, "network": _network},
+    }
     return parse_fields(HardwareProfile, found, "profile", parsers)
 
 

@@ -72,7 +72,6 @@ def test_the_cast_goes_into_the_matmul_and_the_gradient_is_reduced_where_it_lies
 @pytest.mark.parametrize(
     "changes",
     [
-        {"device": "cpu"},
         {"dtype": torch.float32},
         {"reduce_dtype": torch.float64},
         {"read_twice": True},

@@ -1,6 +1,7 @@
 """``simplefsdp plan``: what is planned on a laptop is what the compilation plans."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from simplefsdp import BucketPlan, rehearsal, simple_fsdp
 from simplefsdp.cli import main as cli
 from simplefsdp.cli.explain import read
+from simplefsdp.hardware.catalog import built_in
+from simplefsdp.hardware.profile import save
 from simplefsdp.models import llama
 
 pytestmark = pytest.mark.compile
@@ -68,8 +71,10 @@ def compiled(folder: Path, tp: int = 1, keep_unsharded: str = "", **options: Any
 def test_the_plan_is_that_of_the_compilation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
+    cpu = tmp_path / "cpu.json"  # a CPU's matmuls cast no gradients
+    save(replace(built_in("h100/h100-1-node"), device_bytes=None), cpu)
     flags = [flag for name, value in options.items() for flag in (f"--{name.replace('_', '-')}", value)]
-    plan(monkeypatch, *SMALL, "--layers", 8, *flags, "--out", tmp_path / "planned")
+    plan(monkeypatch, *SMALL, "--profile", cpu, "--layers", 8, *flags, "--out", tmp_path / "planned")
     planned, compiled_plan = (
         BucketPlan.load(tmp_path / "planned" / "plan.json"),
         compiled(tmp_path / "compiled", **options),
@@ -97,6 +102,8 @@ def test_plan_prints_what_a_step_takes_and_saves_a_report(
         f"llama3-debug, 1 x 128 tokens a rank, 8 ranks of h100/h100-1-node, bf16: {tokens_per_s:,.0f} tokens/s" in said
     )
     assert explanation.summary() in said
+    reductions = explanation.costs.backward.reductions
+    assert any(one.copied_from is None for one in reductions)  # matmuls of a GPU cast gradients
     assert f"options={{'plan': '{tmp_path / 'plan.json'}'}} carries it out" in said
     assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "costs.json", "prediction.json", "timeline.json"}
 
