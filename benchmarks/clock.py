@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from inductor_passes.torch_compat.distributed import GROUPING_NCCL
+from simplefsdp.frontend.embedding_lookup import LOOKUPS
 from simplefsdp.hardware.catalog import built_in, smallest_network
 from simplefsdp.models import llama
 from simplefsdp.null_gpu.clock import SimulatedStep, Sizes, noting_triton_bytes, simulate
@@ -44,6 +45,7 @@ class Measured(NamedTuple):
     copies: int
     """Kernels that only copy members of a bucket into its buffer or out of it."""
     collectives: int
+    """Collectives; an all-to-all, which NCCL is asked for in sends and receives, is one."""
     stream_waits: int
     """How often a stream was told to wait for another."""
     host_waits: int
@@ -94,7 +96,7 @@ def step_of(name: str, args: argparse.Namespace) -> Measured:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         with torch.device("meta"):
             model: nn.Module = llama.build(args.model, **changes)
-        forward = system.wrap(model, Parallelism(mesh, policy, True, profile))
+        forward = system.wrap(model, Parallelism(mesh, policy, True, profile, args.embedding_lookup))
         model.to_empty(device="cuda")
         loss_of: Callable[..., Tensor] = torch.compile(cross_entropy) if system.compiled else cross_entropy
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -126,12 +128,14 @@ def _measured(name: str, peak: int, events: Sequence[Event], simulated: Simulate
     first, last = [i for i, event in enumerate(events) if event.what == Note("step")][-2:]
     step = events[first:last]
     kernels = [event.what for event in step if isinstance(event.what, Kernel | Matmul)]
+    collectives = [event.what for event in step if isinstance(event.what, Collective)]
+    exchanged = [call for call in collectives if call.operation in ("send", "receive")]
     return Measured(
         name,
         peak,
         len(kernels),
         sum(isinstance(what, Kernel) and any(copy in what.name for copy in COPIES) for what in kernels),
-        sum(isinstance(event.what, Collective) for event in step),
+        len(collectives) - len(exchanged) + len({call.group for call in exchanged}),
         sum(isinstance(event.what, Wait) for event in step),
         len(host_waits(step)),
         simulated,
@@ -180,6 +184,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--seq", type=int, default=2048, help="tokens of a rank")
     parser.add_argument("--checkpointing", default="none", help="activation checkpointing of the model")
+    parser.add_argument("--embedding-lookup", choices=LOOKUPS, default="gather", help="of this library's systems")
     parser.add_argument(
         "--host", type=float, default=0.5, help="CPU time of a GPU's host for each second of this machine's"
     )
@@ -195,9 +200,9 @@ def main() -> None:
             refused.append(f"{name}: refused: {error.inner_exception}")
     heading = (
         f"Llama 3 {args.model}, {args.layers} layers, checkpointing {args.checkpointing}, rank 0 of {args.ranks}, 1 x "
-        f"{args.seq} tokens, bf16, fp32 reductions, fused AdamW; simulated: structure of torch's own CUDA calls on a "
-        f"null GPU ({torch.cuda.get_device_name()}), times of the built-in profile, CPU times of this host times "
-        f"{args.host:g}; torch {torch.__version__}"
+        f"{args.seq} tokens, embedding lookup {args.embedding_lookup}, bf16, fp32 reductions, fused AdamW; simulated: "
+        f"structure of torch's own CUDA calls on a null GPU ({torch.cuda.get_device_name()}), times of the built-in "
+        f"profile, CPU times of this host times {args.host:g}; torch {torch.__version__}"
     )
     text = "\n\n".join(filter(None, [heading, table(found) if found else "", _unknown(found), *refused])) + "\n"
     print(text)

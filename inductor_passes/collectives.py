@@ -27,6 +27,7 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes.ops.accumulate import ADD_UP
+from inductor_passes.ops.add_rows import ADD_ROWS
 from inductor_passes.ops.encode import DECODE_SUMS, ENCODE_GRADIENTS, ENCODE_SHARDS, ENCODE_SUMS
 from inductor_passes.ops.offload import TO_DEVICE
 from inductor_passes.torch_compat.aot_autograd import parameter_gradients, parameter_inputs
@@ -36,6 +37,8 @@ WIRE_FORMAT = "simplefsdp_wire_format"
 """Key in ``node.meta`` for the wire format (``ops/wire_formats.py``) that a gather or reduce-scatter is to get."""
 TWO_STEPS = "simplefsdp_two_steps"
 """Key in ``node.meta`` for the ``TwoSteps`` in which a reduce-scatter with a wire format is to reduce."""
+EXCHANGED = "simplefsdp_exchanged"
+"""Key in ``node.meta`` for the FQN of the embedding whose tokens or embeddings a collective exchanges."""
 BUCKET = "simplefsdp_bucket"
 """Key in ``node.meta`` for the bucket of the plan that a marked collective is a member of, or carries out."""
 
@@ -60,6 +63,7 @@ _COMPLEX = (torch.ops.aten.view_as_real.default,)
 _VIEW_AS_COMPLEX = torch.ops.aten.view_as_complex.default
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 _ADD = torch.ops.aten.add.Tensor
+_EMBEDDING = torch.ops.aten.embedding.default
 
 
 class TwoSteps(NamedTuple):
@@ -93,6 +97,8 @@ class GraphParameter:
     """Wire format of the reduce-scatter; ``None``: the gradient travels in the dtype of its reduction."""
     two_steps: TwoSteps | None = None
     """How a gradient with a wire format is reduced over several nodes; ``None``: in one step."""
+    is_exchanged: bool = False
+    """Whether it is an embedding of which no weight travels: tokens and embeddings are exchanged."""
 
 
 @dataclass(frozen=True)
@@ -201,13 +207,16 @@ def identify(graph: Graph, params: Mapping[int, GraphParameter]) -> list[str]:
     their gradient is right but takes part in no bucket.
     """
     for index, shard in parameter_inputs(graph).items():
+        if index in params and params[index].is_exchanged:
+            for embedding in _reachable(shard, _EMBEDDING):
+                _mark_exchange(params[index].fqn, embedding)
         if index in params:
             _merge_gathers(params[index], _reachable(shard, ALL_GATHER))
     missed = []
     for index, gradient in parameter_gradients(graph).items():
         if index not in params:
             continue
-        if not _merge_reductions(params[index], gradient):
+        if not _merge_reductions(params[index], gradient) and not params[index].is_exchanged:
             missed.append(params[index].fqn)
     graph.lint()
     return missed
@@ -285,6 +294,29 @@ def _wait_of(collective: Node) -> Node:
     (wait,) = collective.users
     assert wait.target is WAIT, f"{collective.name}: expected one wait, found {wait.name}"
     return wait
+
+
+def _mark_exchange(fqn: str, embedding: Node) -> None:
+    """Mark the collectives around the lookup of all ranks' tokens, in forward and, from the tokens, in backward."""
+    tokens = embedding.args[1]
+    assert isinstance(tokens, Node)
+    gather = next((node for node in tokens.all_input_nodes if node.target is ALL_GATHER), None)
+    sums = [node for node in tokens.users if node.target is ADD_ROWS]
+    before = [_nearest(node, lambda node: node.all_input_nodes[:1]) for node in sums]
+    for collective in (gather, _nearest(embedding, lambda node: list(node.users)), *before):
+        if collective is not None:
+            collective.meta[EXCHANGED] = fqn
+
+
+def _nearest(node: Node, neighbours: Callable[[Node], list[Node]]) -> Node | None:
+    """Return the first all-to-all on the way from ``node``, or ``None``."""
+    pending = [node]
+    while pending:
+        node = pending.pop(0)
+        if node.target is ALL_TO_ALL:
+            return node
+        pending.extend(neighbours(node))
+    return None
 
 
 def _reachable(shard: Node, target: Callable[..., Any]) -> list[Node]:

@@ -17,6 +17,7 @@ from inductor_passes.torch_compat.dtensor import local_tensor
 from inductor_passes.torch_compat.dynamo import inside_torch_compile, skip_code
 from simplefsdp.frontend.compare_sharding import CheckInitialWeights, facts, sample
 from simplefsdp.frontend.eager_order import compare_before_steps
+from simplefsdp.frontend.embedding_lookup import why_not_exchanged
 from simplefsdp.frontend.fsdp_methods import check_divide_factor
 from simplefsdp.frontend.gloo import run_in_order
 from simplefsdp.frontend.node_groups import NodeGroups, node_groups, node_size
@@ -36,6 +37,7 @@ from simplefsdp.frontend.sharding import (
 from simplefsdp.frontend.validation import (
     check_device,
     check_dtensor,
+    check_embedding_lookup,
     check_mode,
     check_modules,
     check_parameter,
@@ -66,6 +68,7 @@ def simple_fsdp(
     check_initial_weights: CheckInitialWeights = True,
     wire: WireFormat | dict[str, WireFormat] | None = None,
     ranks_per_node: int | None = None,
+    embedding_lookup: str | dict[str, str] = "gather",
 ) -> Model:
     """Shard ``model``'s parameters over the ranks of ``mesh``, in place, and return it.
 
@@ -139,6 +142,13 @@ def simple_fsdp(
             are fully sharded over several nodes are reduced inside of nodes first, then between them, over process
             groups that this call makes: all ranks must call it. ``None``: what torchrun says (``LOCAL_WORLD_SIZE``),
             else all ranks, and one step.
+        embedding_lookup: ``"gather"``: the weight of a ``torch.nn.Embedding`` is gathered as any other. ``"exchange"``:
+            weights of embeddings are sharded by columns and stay where they are; ranks exchange tokens for embeddings,
+            and gradients of embeddings, which are far fewer bytes where a step has fewer tokens than the vocabulary.
+            All ranks must have the same number of tokens in a step, and a compiled graph with another number on one
+            rank is an error. Gradients are summed in float32. Other parameters, and embeddings that cannot (tied ones,
+            in a hybrid mode, tensor parallel, offloaded, of columns that are no multiple of the ranks), are gathered.
+            ``{glob: one of these}`` over FQNs chooses embeddings; one of these that cannot is an error.
 
     Raises:
         TypeError: an argument is of another type than said above.
@@ -155,6 +165,7 @@ def simple_fsdp(
     mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     check_types(model, mesh, mp_policy, reshard_after_forward, offload_policy, check_initial_weights)
     check_wire(wire, mp_policy)
+    check_embedding_lookup(embedding_lookup)
     if gradient_divide_factor is not None:
         gradient_divide_factor = check_divide_factor("gradient_divide_factor", gradient_divide_factor)
     if not dist.is_initialized():
@@ -183,6 +194,9 @@ def simple_fsdp(
     placements = {fqn: _placements(fqn, param, mode, shard_placement_fn) for fqn, param in new.items()}
     reshard: dict[str, Reshard] = _per_parameter("reshard_after_forward", reshard_after_forward, list(new), True)
     wire_formats = _per_parameter("wire", wire or WireFormat(), list(new), WireFormat())
+    exchanged = _exchanged(model, new, embedding_lookup, mode, mesh.size(), offloads)
+    placements |= dict.fromkeys(exchanged, (Shard(1),))
+    wire_formats |= dict.fromkeys(exchanged, WireFormat())
     for fqn, param in new.items():
         check_wire_format(fqn, param, wire_formats[fqn], mode)
     narrows = mode == "fully_shard" and any(form.reduce for form in wire_formats.values())
@@ -212,6 +226,7 @@ def simple_fsdp(
             reshard_after_forward=reshard[fqn],
             device=mesh.device_type if offloads else None,
             pinned=pinned,
+            is_exchanged=fqn in exchanged,
             **_formats(wire_formats[fqn], param, mp_policy, nodes),
         )
         samples[fqn] = sample(own, check_initial_weights)
@@ -301,6 +316,43 @@ def _placements(
     whole = mode == "replicate" or param.ndim == 0
     placement = Replicate() if whole else (chosen or Shard(0))
     return (Replicate(), placement) if mode == "hybrid_shard" else (placement,)
+
+
+def _exchanged(
+    model: nn.Module,
+    params: dict[str, nn.Parameter],
+    embedding_lookup: str | dict[str, str],
+    mode: str,
+    ranks: int,
+    offloads: bool,
+) -> list[str]:
+    """Return the FQNs of the embeddings that are looked up where their shards are.
+
+    Raises:
+        ValueError: one that a glob chooses cannot be looked up so, or none can.
+    """
+    chosen = _per_parameter("embedding_lookup", embedding_lookup, list(params), "gather")
+    asked = [fqn for fqn, choice in chosen.items() if choice == "exchange"]
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules() if asked else ():
+        for name, param in module._parameters.items():
+            holders.setdefault(id(param), []).append((module, name))
+    reasons = {
+        fqn: "it is offloaded" if offloads else why_not_exchanged(holders[id(param)], param, mode, ranks)
+        for fqn, param in params.items()
+        if fqn in asked
+    }
+    if isinstance(embedding_lookup, str):
+        found = [fqn for fqn in asked if not reasons[fqn]]
+        embeddings = [fqn for fqn in asked if isinstance(holders[id(params[fqn])][0][0], nn.Embedding)]
+        if asked and not found:
+            about = ", ".join(f"{fqn}: {reasons[fqn]}" for fqn in embeddings) or "the model has no torch.nn.Embedding"
+            raise ValueError(f"embedding_lookup='exchange': no weight can stay where it is: {about}")
+        return found
+    for fqn, reason in reasons.items():
+        if reason:
+            raise ValueError(f"embedding_lookup: {fqn}: {reason}")
+    return asked
 
 
 def _shard_modules(

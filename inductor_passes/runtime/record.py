@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from inductor_passes.collectives import FQNS, WAIT
+from inductor_passes.collectives import EXCHANGED, FQNS, WAIT
 from inductor_passes.scheduling.issue_points import PlanError
 from inductor_passes.torch_compat.fx import size_hint
 
@@ -142,4 +142,5 @@ def _issued(node: Node) -> RecordedCollective:
     tensors = (f"{value.dtype}[{value.numel()}]".removeprefix("torch.") for value in inputs)
     about = " ".join([*tensors, *map(str, node.args[1:-1])])
     nbytes = sum(size_hint(value.numel()) * value.itemsize for value in whole)
-    return RecordedCollective(name, str(node.args[-1]), about, nbytes, tuple(node.meta.get(FQNS, ())))
+    exchanged = (node.meta[EXCHANGED],) if EXCHANGED in node.meta else ()
+    return RecordedCollective(name, str(node.args[-1]), about, nbytes, (*node.meta.get(FQNS, ()), *exchanged))

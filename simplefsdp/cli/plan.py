@@ -16,6 +16,7 @@ from tqdm import tqdm
 from inductor_passes.ops.wire_formats import GATHER_FORMATS, REDUCE_FORMATS
 from simplefsdp.analysis.optimizer_costs import OPTIMIZERS
 from simplefsdp.compile.plan_model import PlanJob, PlannedModel, plan_model
+from simplefsdp.frontend.embedding_lookup import LOOKUPS
 from simplefsdp.frontend.wire_format import WireFormat
 from simplefsdp.hardware.catalog import DEVICES, built_in, smallest_network
 from simplefsdp.hardware.profile import NETWORKS, HardwareProfile, load_profile
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tp", type=int, default=1, help="neighbouring ranks that the model is tensor parallel over")
     text = "weights that stay unsharded until backward: all, or auto: those that the planner chooses"
     add("--keep-unsharded", nargs="?", const="all", choices=["all", "auto"], help=text)
+    add("--embedding-lookup", default="gather", choices=LOOKUPS, help="as in simple_fsdp")
     add("--activation-checkpointing", default="none", choices=["none", "block", "selective"])
     add("--optimizer", default="adamw", choices=OPTIMIZERS, help="whose state, exchanges and work count")
     add("--wire-gather", choices=GATHER_FORMATS, help="format in which weights travel (default: bf16)")
@@ -126,6 +128,7 @@ def _job(args: argparse.Namespace) -> PlanJob:
         batch=args.batch,
         layers=args.layers,
         keep_unsharded=args.keep_unsharded,
+        embedding_lookup=args.embedding_lookup,
         activation_checkpointing=args.activation_checkpointing,
         optimizer=args.optimizer,
         wire=WireFormat(args.wire_gather, args.wire_reduce, args.wire_between_nodes),

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from simplefsdp.calibration.calibrate import calibrated_profile
 from simplefsdp.compile.plan_step import SEARCHED_PLANS
+from simplefsdp.frontend.embedding_lookup import LOOKUPS
 from simplefsdp.hardware.catalog import DEVICES, device_profile
 from simplefsdp.hardware.profile import NETWORKS, HardwareProfile, Network, flat, network
 from simplefsdp.rehearsal.group import world
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hybrid", action="store_true", help="shard inside a node, replicate over nodes")
     add("--tp", type=int, default=1, help="neighbouring ranks that the model is tensor parallel over")
     add("--keep-unsharded", action="store_true", help="reshard_after_forward=False")
+    add("--embedding-lookup", default="gather", choices=LOOKUPS, help="as in simple_fsdp; other systems gather")
     add("--activation-checkpointing", default="none", choices=["none", "block", "selective"])
     add("--dtype", choices=["bf16", "fp32"], help="of compute and gathers (default: bf16 on cuda, fp32 on cpu)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
@@ -226,7 +228,7 @@ def _workload(
     if vocab_size is None:
         raise ValueError(f"--model {args.model}: its config has no vocab_size, so nothing is known about its tokens")
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
-    parallelism = Parallelism(mesh, policy, not args.keep_unsharded, profile)
+    parallelism = Parallelism(mesh, policy, not args.keep_unsharded, profile, args.embedding_lookup)
     return Workload(lambda: parallelized(build(), tp), args.batch, args.seq, vocab_size, device, parallelism, args.tp)
 
 

@@ -106,6 +106,7 @@ def compilation_context(
             info.communication.gather_format,
             info.communication.reduce_format,
             info.communication.two_steps,
+            info.communication.is_exchanged,
         )
         for index, info in found.items()
     }

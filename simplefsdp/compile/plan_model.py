@@ -63,6 +63,8 @@ class PlanJob:
     """Number of blocks, instead of the model's own number."""
     keep_unsharded: str | None = None
     """Weights that stay unsharded until backward: ``"all"``, ``"auto"`` (the planner chooses) or ``None``."""
+    embedding_lookup: str = "gather"
+    """``embedding_lookup`` of ``simple_fsdp``."""
     activation_checkpointing: str = "none"
     """``"none"``, ``"block"`` or ``"selective"``."""
     optimizer: str = "adamw"
@@ -144,6 +146,7 @@ def plan_model(job: PlanJob, on_stage: Callable[[str], object] = lambda _: None)
                 reshard_after_forward=reshard,
                 wire=job.wire,
                 ranks_per_node=profile.network.whole_node(job.layout.ranks),
+                embedding_lookup=job.embedding_lookup,
             )
 
         whole = build(job.layers)

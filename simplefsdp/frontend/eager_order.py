@@ -85,6 +85,11 @@ def note_reduction(info: ShardedParameter) -> None:
         _note(f"reduction of the gradient of {info.fqn}", group)
 
 
+def note_lookup(info: ShardedParameter, tokens: int) -> None:
+    """Note that this rank is about to exchange so many tokens for embeddings."""
+    _note(f"lookup of {tokens} tokens in {info.fqn}", info.communication.shard_group)
+
+
 def _note(what: str, group: Group | None) -> None:
     if group is None:
         return

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from inductor_passes.torch_compat.dynamo import get_eval_frame_callback, skip_code
-from simplefsdp.frontend import eager_resharding
+from simplefsdp.frontend import eager_resharding, embedding_lookup
 from simplefsdp.frontend.compare_sharding import compare_sharding
 from simplefsdp.frontend.fsdp_methods import FSDPMethods
 from simplefsdp.frontend.initialization import sharded_init
@@ -302,14 +302,15 @@ _RNN: dict[str, Any] = {
 
 
 @functools.cache
-def _sharded_class(base: type[nn.Module], names: tuple[str, ...], casts: bool) -> type[nn.Module]:
+def _sharded_class(base: type[nn.Module], names: tuple[str, ...], casts: bool, exchanges: bool) -> type[nn.Module]:
     # One class per (class, names) and nothing of the instance in it: instances with other policies share it, and
     # torch.compile, which guards on the class, compiles a repeated block once.
     namespace: dict[str, Any] = {name: _property(name) for name in names}
     namespace |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     namespace["_simple_fsdp_base"] = base
-    if casts:
-        namespace["forward"] = _casting(base.forward)
+    forward = embedding_lookup.forward if exchanges else base.forward
+    if casts or exchanges:
+        namespace["forward"] = _casting(forward) if casts else forward
     if issubclass(base, nn.RNNBase):
         namespace |= _RNN
     # Controls last: a model's own method of such a name is the one that its code means.
@@ -329,5 +330,6 @@ def parametrize(module: nn.Module, state: ShardedModuleState) -> None:
     if isinstance(module, nn.RNNBase):
         for name in ("_flat_weights", "_flat_weight_refs"):
             module.__dict__.pop(name, None)
-    module.__class__ = _sharded_class(base, tuple(state.params), casts)  # type: ignore[arg-type]
+    exchanges = any(info.communication.is_exchanged for info in state.params.values())
+    module.__class__ = _sharded_class(base, tuple(state.params), casts, exchanges)  # type: ignore[arg-type]
     attach(module)

@@ -86,6 +86,8 @@ class Communication(NamedTuple):
     """Wire format of the gathered weight; ``None``: ``param_dtype``."""
     reduce_format: str | None = None
     """Wire format of the gradient on its way to the rank that owns the shard; ``None``: ``reduce_dtype``."""
+    is_exchanged: bool = False
+    """Whether tokens and embeddings travel in place of the weight and its gradient (``embedding_lookup.py``)."""
 
     @property
     def groups(self) -> list[Group]:

@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from inductor_passes.ops.wire_formats import DTYPES
 from inductor_passes.torch_compat.dtensor import concatenate_meshes
+from simplefsdp.frontend.embedding_lookup import LOOKUPS
 from simplefsdp.frontend.parametrization import ShardedModule
 from simplefsdp.frontend.sharding import ShardedModel
 from simplefsdp.frontend.wire_format import WireFormat
@@ -82,6 +83,16 @@ def check_wire(wire: object, mp_policy: MixedPrecisionPolicy) -> None:
     dtype = mp_policy.reduce_dtype
     if dtype not in (None, *DTYPES) and any(form.reduce for form in by_glob.values()):
         raise ValueError(f"wire: gradients are reduced in {dtype}, which has no wire format; {_ENCODABLE}")
+
+
+def check_embedding_lookup(embedding_lookup: object) -> None:
+    choices = embedding_lookup.values() if isinstance(embedding_lookup, dict) else [embedding_lookup]
+    globs = embedding_lookup if isinstance(embedding_lookup, dict) else ()
+    if not all(isinstance(text, str) for text in (*choices, *globs)):
+        raise TypeError(f"embedding_lookup: expected 'gather', 'exchange' or {{glob: one}}, found {embedding_lookup!r}")
+    for choice in choices:
+        if choice not in LOOKUPS:
+            raise ValueError("embedding_lookup: " + unknown("choice", str(choice), LOOKUPS))
 
 
 def check_wire_format(fqn: str, param: nn.Parameter, form: WireFormat, mode: str) -> None:

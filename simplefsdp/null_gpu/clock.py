@@ -232,7 +232,7 @@ class _Clock:
         return at + seconds
 
     def _collective(self, i: int, first: Collective) -> None:
-        """Carry out a collective; a group is carried out with its first call."""
+        """Carry out a collective; a group is carried out with its first call. Sends and receives are an all-to-all."""
         group = [first]
         if first.group:
             if i and _in_group(self.events[i - 1].what, first.group):
@@ -240,10 +240,12 @@ class _Clock:
             while i + 1 < len(self.events) and _in_group(following := self.events[i + 1].what, first.group):
                 group.append(following)
                 i += 1
-        nbytes = sum(call.nbytes for call in group)
-        network, kind = self.profile.network, first.operation
-        seconds = network.seconds(kind if kind != "send" else "broadcast", range(first.ranks), nbytes)
-        seconds += (len(group) - 1) * (network.member_s or 0.0)
+        exchanges = first.operation in ("send", "receive")
+        nbytes = sum(call.nbytes for call in group if call.operation != "receive")
+        network, kind = self.profile.network, "all_to_all" if exchanges else first.operation
+        seconds = network.seconds(kind, range(first.ranks), nbytes)
+        if not exchanges:
+            seconds += (len(group) - 1) * (network.member_s or 0.0)
         start = max(self.now, self.free[first.stream], self.communicator[first.communicator])
         self.free[first.stream] = self.communicator[first.communicator] = start + seconds
         self.under_way.append((start, start + seconds))

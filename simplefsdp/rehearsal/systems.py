@@ -27,6 +27,8 @@ class Parallelism(NamedTuple):
     reshard_after_forward: bool
     profile: HardwareProfile | None = None
     """Profile for plans that are searched for, and for predictions of other plans."""
+    embedding_lookup: str = "gather"
+    """``embedding_lookup`` of ``simple_fsdp``; other systems gather."""
 
 
 class System(NamedTuple):
@@ -61,12 +63,20 @@ def simplefsdp_system(
     """
 
     def wrap(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
-        mesh, mp_policy, reshards, profile = parallelism
+        mesh, mp_policy, reshards, profile, embedding_lookup = parallelism
         chosen = reshards if reshard is None else reshard
         on_node = ranks_per_node
         if profile is not None and on_node is None:
             on_node = profile.network.whole_node(dist.get_world_size())
-        simple_fsdp(model, mesh, mp_policy=mp_policy, reshard_after_forward=chosen, wire=wire, ranks_per_node=on_node)
+        simple_fsdp(
+            model,
+            mesh,
+            mp_policy=mp_policy,
+            reshard_after_forward=chosen,
+            wire=wire,
+            ranks_per_node=on_node,
+            embedding_lookup=embedding_lookup,
+        )
         options: Any = {"plan": plan, "inductor": dict(inductor or {}), "memory_budget": budget}
         if narrows:
             options["wire"] = "auto"
@@ -82,7 +92,7 @@ def _fsdp2(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any
 
     As torchtitan does, what follows the blocks is not freed after forward, because backward begins with it.
     """
-    mesh, mp_policy, reshard, _ = parallelism
+    mesh, mp_policy, reshard, *_ = parallelism
     settings: Any = {"mesh": mesh, "mp_policy": mp_policy, "reshard_after_forward": reshard}
     fqns = tuple(fqn for fqn, _ in model.named_parameters())
     buckets = block_buckets(fqns)
