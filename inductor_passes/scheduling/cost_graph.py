@@ -151,6 +151,9 @@ class CostGraph(NamedTuple):
     """Reductions by the slot in which their gradients are complete."""
     contention: tuple[float, ...] = ()
     """The part of its speed that each step loses while a collective is under way; empty: no step loses any."""
+    exchanges: tuple[int, ...] = ()
+    """Numbers of the steps that begin with an exchange of tokens or embeddings in the process group of the parameters:
+    such a step begins when the collectives under way have ended."""
 
     def has_all_reduce(self, members: Iterable[int]) -> bool:
         """Whether any of these reductions is followed by an all-reduce."""

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from inductor_passes.collectives import (
+    EXCHANGED,
     FQNS,
     REDUCE_SCATTER,
     WAIT,
@@ -302,7 +303,9 @@ def cost_graph_of(
     at = compute_positions(items)
     cost = node_costs(graph, profile)
     compute = [nodes[i] for i in at.main]
-    marks = sorted({0, len(compute), *at.first_use_slot.values(), *at.ready_slot.values()})
+    exchanges = [i for i, node in enumerate(compute) if EXCHANGED in node.meta]
+    behind = [i + 1 for i in exchanges]
+    marks = sorted({0, len(compute), *exchanges, *behind, *at.first_use_slot.values(), *at.ready_slot.values()})
     slot = {mark: i for i, mark in enumerate(marks)}
     seconds = [cost.seconds.get(node, 0.0) for node in compute]
     contention = [cost.contention.get(node, 0.0) for node in compute]
@@ -375,6 +378,7 @@ def cost_graph_of(
         tuple(joint_contention(seconds[begin:end], contention[begin:end]) for begin, end in steps)
         if any(contention)
         else (),
+        tuple(slot[i] for i in exchanges),
     )
 
 

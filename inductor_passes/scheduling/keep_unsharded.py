@@ -68,7 +68,10 @@ def keep_unsharded(forward: CostGraph, backward: CostGraph, fqns: Collection[str
 def _without_idle_slots(graph: CostGraph) -> CostGraph:
     """Return the graph with neighbouring steps merged where nothing is needed or made in between."""
     end = len(graph.seconds)
-    slots = sorted({0, end, *(g.first_use_slot for g in graph.gathers), *(r.ready_slot for r in graph.reductions)})
+    needed = (*graph.exchanges, *(step + 1 for step in graph.exchanges))
+    slots = sorted(
+        {0, end, *needed, *(g.first_use_slot for g in graph.gathers), *(r.ready_slot for r in graph.reductions)}
+    )
     slot = {old: new for new, old in enumerate(slots)}
     steps = list(pairwise(slots))
 
@@ -89,4 +92,5 @@ def _without_idle_slots(graph: CostGraph) -> CostGraph:
             for begin, end in steps
             if graph.contention
         ),
+        tuple(slot[step] for step in graph.exchanges),
     )

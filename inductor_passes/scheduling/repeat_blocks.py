@@ -74,6 +74,7 @@ def repeat_blocks(graph: CostGraph, blocks: int, number: Numbered, renamed: Rena
         tuple(sorted(gathers, key=lambda gather: gather.first_use_slot)),
         tuple(sorted(reductions, key=lambda reduction: reduction.ready_slot)),
         piece.inserted(graph.contention) if graph.contention else (),
+        tuple(map(piece.moved, graph.exchanges)),
     )
 
 

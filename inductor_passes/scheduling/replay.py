@@ -94,6 +94,7 @@ class Replay:
         self._busy_until = 0.0
         """When all channels have. Until then one is under way, as each begins when it is issued or behind others."""
         self._contention = graph.contention or (0.0,) * steps
+        self._exchanges = frozenset(graph.exchanges)
         self.alive = 0
         """Bytes of gathers, gradients and reduced shards."""
         self.undecoded = 0
@@ -201,6 +202,8 @@ class Replay:
         if step < len(self.graph.seconds):
             self._allocate(self._made[step])
             self._note(self.graph.live_bytes_in_step[step] - self.graph.live_bytes_at_slot[step])
+            if step in self._exchanges:
+                self._wait_for_channels()
             self._compute(self.graph.seconds[step], self._contention[step])
             self._ends.append(self.clock)
             self.alive -= self.last_read[step]
@@ -237,6 +240,10 @@ class Replay:
         self._spans.append(span._replace(awaited=self.clock))
         self.exposed += max(0.0, span.finished - self.clock)
         self.clock = max(self.clock, span.finished)
+
+    def _wait_for_channels(self) -> None:
+        self.exposed += max(0.0, self._busy_until - self.clock)
+        self.clock = max(self.clock, self._busy_until)
 
     def _copy(self, kind: CollectiveKind, nbytes: int) -> None:
         self._note(nbytes)

@@ -115,7 +115,8 @@ class StepCosts(NamedTuple):
             gathers = tuple(Gather(**member | {"kind": kinds[member["kind"]]}) for member in of["gathers"])
             reductions = tuple(Reduction(**member | {"kind": kinds[member["kind"]]}) for member in of["reductions"])
             numbers = {
-                name: tuple(of[name]) for name in ("seconds", "live_bytes_in_step", "live_bytes_at_slot", "contention")
+                name: tuple(of[name])
+                for name in ("seconds", "live_bytes_in_step", "live_bytes_at_slot", "contention", "exchanges")
             }
             return CostGraph(**numbers, gathers=gathers, reductions=reductions)
 

@@ -27,6 +27,13 @@ def pair(kind: CollectiveKind = KIND, weights: int = 4, nbytes: int = 10) -> tup
     return CostGraph(seconds, nothing[1:], nothing, forward, ()), CostGraph(seconds, nothing[1:], nothing, backward, ())
 
 
+def test_an_exchange_stays_a_step_of_its_own() -> None:
+    forward, backward = pair()
+    (_, found) = keep_unsharded(forward, backward._replace(exchanges=(2,)), ["w0", "w1", "w2"])
+    assert found.seconds == (2.0, 1.0, 1.0)
+    assert found.exchanges == (1,)
+
+
 @pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_graphs_predicted_for_unsharded_weights_are_those_that_torch_makes() -> None:

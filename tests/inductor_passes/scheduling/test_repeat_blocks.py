@@ -17,10 +17,10 @@ from tests.ranks import fake_group
 pytestmark = pytest.mark.compile
 
 
-def traced(model: nn.Module, *inputs: Any, reshard: bool = True) -> tuple[CostGraph, CostGraph]:
+def traced(model: nn.Module, *inputs: Any, reshard: bool = True, lookup: str = "gather") -> tuple[CostGraph, CostGraph]:
     torch._dynamo.reset()
     with fake_group(4):
-        simple_fsdp(model, reshard_after_forward=reshard)
+        simple_fsdp(model, reshard_after_forward=reshard, embedding_lookup=lookup)
         traced = trace_cost_graphs(model, inputs, PROFILE)
     assert traced is not None
     forward, backward = traced
@@ -48,6 +48,13 @@ def test_a_few_blocks_repeated_are_many(model: dict[str, Any], reshard: bool) ->
     few, many = (traced(tiny_llama(layers=layers, **model), *batch(0, 0), reshard=reshard) for layers in (5, 8))
     for graph, expected in zip(few, many, strict=True):
         assert repeat_blocks(graph, 8, number, renamed) == expected
+
+
+def test_exchanges_of_embeddings_stay_before_and_behind_the_blocks() -> None:
+    few, many = (traced(tiny_llama(layers=layers), *batch(0, 0), lookup="exchange") for layers in (5, 6))
+    for graph, expected, exchanges in zip(few, many, (2, 1), strict=True):
+        assert len(graph.exchanges) == exchanges
+        assert repeat_blocks(graph, 6, number, renamed) == expected
         assert repeat_blocks(graph, 5, number, renamed) == graph
         with pytest.raises(ValueError, match="blocks: expected 5 or more, found 4"):
             repeat_blocks(graph, 4, number, renamed)

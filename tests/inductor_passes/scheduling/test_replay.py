@@ -50,6 +50,14 @@ def test_a_gather_that_is_issued_ahead_is_hidden_and_takes_memory() -> None:
     assert (other.issued, other.started, other.finished, other.awaited) == pytest.approx((0.0, 2.0, 4.0, 5.0))
 
 
+def test_an_exchange_begins_when_the_collectives_under_way_have_ended() -> None:
+    at_once = Schedule(tuple(ScheduledBucket((i,), 0, i) for i in range(3)), ())
+    # Gathers end after 2, 4 and 6 seconds; the first step ends after 5.
+    timeline = replay(forward()._replace(exchanges=(1,)), at_once)
+    assert timeline.ends == pytest.approx((5.0, 9.0, 12.0))
+    assert timeline.exposed == pytest.approx(2.0 + 1.0)
+
+
 def test_compute_is_slower_while_a_collective_is_under_way() -> None:
     at_once = Schedule(tuple(ScheduledBucket((i,), 0, i) for i in range(3)), ())
     # Gathers end after 2, 4 and 6 seconds. The first step does 2 of its 3 seconds in the 4 that are left then.

@@ -21,9 +21,9 @@ from inductor_passes.scheduling.search_step import search_step
 from simplefsdp import BucketPlan, WireFormat, manual_plan, simple_fsdp
 from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import parse_options
-from simplefsdp.compile.plan_step import SearchRequest, device_memory_bytes, most_bytes_of_a_block, time_tolerance
+from simplefsdp.compile.plan_step import SearchRequest, most_bytes_of_a_block, time_tolerance
 from simplefsdp.frontend.sharding import Reshard
-from simplefsdp.hardware.profile import Link, flat, save
+from simplefsdp.hardware.profile import Link, device_memory_bytes, flat, save
 from simplefsdp.plan.grouping import BLOCK
 from simplefsdp.text.units import parse_bytes
 from tests.graphs import capture, whole_weights_among_outputs
