@@ -108,6 +108,12 @@ WIRE_CASES: dict[str, Case] = {
 The backend of the last one is not bound to a device when the groups of nodes are made; see ``new_groups_are_split``.
 """
 
+LOOKUP_CASES: dict[str, Case] = {
+    "lookup": Case(settings={"embedding_lookup": "exchange"}),
+    "lookup-auto": Case(plan="auto", settings={"embedding_lookup": "exchange"}, backend=GROUPING_NCCL),
+}
+"""Cases in which tokens and embeddings travel in place of the embedding's weight."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -141,11 +147,11 @@ def run_step(name: str, folder: Path) -> Step:
     """Compile a case, train some steps and return the log of the last.
 
     Args:
-        name: of ``CASES`` or ``WIRE_CASES``.
+        name: of ``CASES``, ``WIRE_CASES`` or ``LOOKUP_CASES``.
         folder: for the report of the compilation.
     """
     torch._dynamo.reset()
-    case = {**CASES, **WIRE_CASES}[name]
+    case = {**CASES, **WIRE_CASES, **LOOKUP_CASES}[name]
     ranks = math.prod([*case.mesh.values(), case.tensor_parallel])
     with null_rank(ranks, case.backend) as recorder:
         model, shapes = sharded(case)
