@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from inductor_passes.ops.wire_formats import GATHER_FORMATS, REDUCE_FORMATS
 from simplefsdp import Ranger21, WireFormat, clip_grad_norm_, galore, muon, simple_fsdp
+from simplefsdp.frontend.embedding_lookup import LOOKUPS
 from simplefsdp.models import llama
 
 from . import checkpoints, data
@@ -48,6 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--mixed-precision", choices=["none", "bf16"], default="none", help="dtype of compute and gathers")
     add("--activation-checkpointing", choices=["none", "block", "selective"], default="none")
+    add("--embedding-lookup", default="gather", choices=LOOKUPS, help="exchange: tokens travel, embeddings stay")
     add("--wire-gather", choices=GATHER_FORMATS, help="format in which weights travel (default: as they are)")
     add("--wire-reduce", choices=REDUCE_FORMATS, help="format in which gradients travel (default: as they are)")
     add("--wire-between-nodes", choices=REDUCE_FORMATS, help="their format between nodes (default: as --wire-reduce)")
@@ -81,7 +83,13 @@ def main() -> None:
         activation_checkpointing=args.activation_checkpointing,
     ).to(device)
     wire = WireFormat(args.wire_gather, args.wire_reduce, args.wire_between_nodes)
-    simple_fsdp(model, mp_policy=mixed_precision(args), reshard_after_forward=not args.keep_unsharded, wire=wire)
+    simple_fsdp(
+        model,
+        mp_policy=mixed_precision(args),
+        reshard_after_forward=not args.keep_unsharded,
+        wire=wire,
+        embedding_lookup=args.embedding_lookup,
+    )
     options = {"plan": args.plan, "lower_with": args.lower_with, "report_dir": args.report_dir}
     compiled = torch.compile(model, backend="simplefsdp", options=options)
     optimizer = make_optimizer(args, model)
