@@ -173,6 +173,7 @@ class _Clock:
         for operation in ("all_gather", "reduce_scatter"):
             of = [(i, what) for i, what in collectives if what.operation == operation]
             self._of[operation] = [i for i, _ in of], [what for _, what in of]
+        self._copies = _copies_before_gathers(self.events)
         steps = sum(event.what == Note("step") for event in self.events) - 1
         updates = sum(isinstance(e.what, Kernel) and "fused_adam" in e.what.name for e in self.events)
         self._updates = max(1, updates / max(1, steps))
@@ -327,10 +328,24 @@ _KERNELS: Sequence[tuple[str, str, Callable[[_Clock, int], float]]] = (
 
 
 def _shards(clock: _Clock, i: int) -> float:
-    """Return the bytes of this rank's shards that the next gather sends."""
+    """Return the bytes of this rank's shards that one kernel copies for the next gather."""
     at, calls = clock._of["all_gather"]
     place = bisect_left(at, i)
-    return clock.next_bytes(i, "all_gather") / calls[place].ranks if place < len(at) else 0.0
+    if place == len(at):
+        return 0.0
+    return clock.next_bytes(i, "all_gather") / calls[place].ranks / clock._copies[at[place]]
+
+
+def _copies_before_gathers(events: Sequence[Event]) -> Counter[int]:
+    """Return by how many kernels shards are copied for each gather: torch copies lists of tensors piece by piece."""
+    found: Counter[int] = Counter()
+    copies = 0
+    for i, (*_, what) in enumerate(events):
+        if isinstance(what, Kernel) and "multi_tensor_apply" in what.name and "fused_adam" not in what.name:
+            copies += 1
+        elif isinstance(what, Collective):
+            found[i], copies = max(1, copies), 0
+    return found
 
 
 def _element_bytes(name: str) -> int:

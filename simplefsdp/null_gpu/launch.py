@@ -88,6 +88,7 @@ def environment(device: str) -> dict[str, str]:
         "LD_LIBRARY_PATH": ":".join(folders),
         "TRITON_LIBCUDA_PATH": str(library.parent),
         "SIMPLEFSDP_NULL_GPU": device,
+        "TORCH_NCCL_RANKS_PER_ROOT": "100000",  # or NCCL would ask other ranks, which are not there, for numbers
         # Workers that compile kernels would be started before the stub knows what is logged.
         "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
     }

@@ -85,6 +85,8 @@ def test_kernels_take_what_their_bytes_take() -> None:
     reduce_scatter = gather()._replace(operation="reduce_scatter", dtype="float32")
     assert simulated(kernel("chunk_cat"), reduce_scatter).kernels_s == {"copy in": pytest.approx(24e-6)}
     assert simulated(kernel("multi_tensor_apply"), gather()).kernels_s == {"copy in": pytest.approx(3e-6)}
+    in_pieces = kernel("multi_tensor_apply"), kernel("multi_tensor_apply"), gather()
+    assert simulated(*in_pieces).kernels_s == {"copy in": pytest.approx(2 * 2e-6)}  # the shortest kernel
     assert simulated(Note("triton bytes 5000000"), kernel("triton_poi")).kernels_s == {"triton": pytest.approx(5e-6)}
     assert simulated(kernel("bfloat16_copy_BFloat16", 10**6)).kernels_s == {"elementwise": pytest.approx(4e-6)}
     assert simulated(kernel("fused_adam")).kernels_s == {"optimizer": pytest.approx(28e-3)}
