@@ -88,7 +88,7 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, param, tokens, comm, padding_idx):
         ctx.local, ctx.spec, ctx.comm, ctx.padding_idx = local_tensor(param), param._spec, comm, padding_idx
-        every = _c10d.wait_tensor(_c10d.all_gather_into_tensor(tokens.flatten(), *comm.shard_group[::-1]))
+        every = _c10d.wait_tensor(_c10d.all_gather_into_tensor(tokens.flatten().contiguous(), *comm.shard_group[::-1]))
         ctx.save_for_backward(every)
         keep_gradient_dtype(ctx)
         return _embeddings(ctx.local, every, comm).view(*tokens.shape, -1)
