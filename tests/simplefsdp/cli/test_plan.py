@@ -161,6 +161,7 @@ def test_the_memory_and_work_of_the_optimizer_count(tmp_path: Path, monkeypatch:
     assert costs["sgd"].outside_s < costs["muon"].outside_s
 
 
+@pytest.mark.slow
 def test_wire_formats_are_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_profile_and_a_budget_are_those_of_the_plan(monkeypatch: pytest.Monkey
         rehearse(f"{TINY} {FAST} --ranks 2 --plan auto --profile h200 --memory-budget 1KiB", monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_a_tensor_parallel_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = f"--seq 8 --steps 1 --ranks 8 --tp 2 {FAST} --plan none --layers 1 --json"

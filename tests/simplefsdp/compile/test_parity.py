@@ -44,7 +44,12 @@ def _bitwise(
 
 @pytest.mark.parametrize(
     ("lowering", "policy"),
-    [*(("block", policy) for policy in POLICIES), ("eager", "fp32"), ("eager", "bf16"), ("none", "bf16")],
+    [
+        *(pytest.param("block", name, marks=[pytest.mark.slow] if "fp16" in name else []) for name in POLICIES),
+        ("eager", "fp32"),
+        ("eager", "bf16"),
+        pytest.param("none", "bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_training_on_two_ranks_is_bitwise_fsdp2(two_ranks: Ranks, lowering: str, policy: str) -> None:
     options = None if lowering == "eager" else {"lower_with": "aot_eager", "plan": lowering}

@@ -221,7 +221,7 @@ def _factor(lowering: str) -> None:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
-@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_parts_sharded_first_keep_their_own_policy_and_mesh(four_ranks: Ranks, lowering: str) -> None:
     four_ranks.run(_bottom_up, lowering)
 

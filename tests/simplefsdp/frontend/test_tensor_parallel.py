@@ -113,7 +113,7 @@ def _llama(policy: MixedPrecisionPolicy, lowering: str) -> None:
     equal_to(reference, model, forward, batch, mesh["dp"].get_local_rank(), tolerance)
 
 
-@pytest.mark.parametrize("lowering", ["eager", "auto"])
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_loss_by_parts_of_the_vocabulary_trains_bitwise_as_with_fsdp2(four_ranks: Ranks, lowering: str) -> None:
     """Inside of the model, and so of the graph."""
     four_ranks.run(_loss_parallel, lowering)
