@@ -207,11 +207,12 @@ def identify(graph: Graph, params: Mapping[int, GraphParameter]) -> list[str]:
     their gradient is right but takes part in no bucket.
     """
     for index, shard in parameter_inputs(graph).items():
-        if index in params and params[index].is_exchanged:
+        if index not in params:
+            continue
+        if params[index].is_exchanged:
             for embedding in _reachable(shard, _EMBEDDING):
                 _mark_exchange(params[index].fqn, embedding)
-        if index in params:
-            _merge_gathers(params[index], _reachable(shard, ALL_GATHER))
+        _merge_gathers(params[index], _reachable(shard, ALL_GATHER))
     missed = []
     for index, gradient in parameter_gradients(graph).items():
         if index not in params:

@@ -22,6 +22,7 @@ from inductor_passes.torch_compat.autograd import keep_gradient_dtype, temporari
 from inductor_passes.torch_compat.dtensor import as_global, local_tensor
 from inductor_passes.torch_compat.dynamo import skip_code
 from simplefsdp.frontend.eager_order import note_lookup
+from simplefsdp.frontend.encoded_collectives import exchange
 from simplefsdp.frontend.sharding import Communication, decode
 
 LOOKUPS = ("gather", "exchange")
@@ -108,7 +109,7 @@ class _Reduce(torch.autograd.Function):
         ctx.comm, ctx.shape, ctx.padding_idx = comm._replace(param_dtype=grad.dtype), grad.shape, padding_idx
         ranks = comm.shard_group.ranks
         columns = grad.reshape(-1, ranks, local.shape[1]).movedim(1, 0)
-        rows = _exchange(columns.contiguous(), comm).view(-1, local.shape[1])
+        rows = exchange(columns.contiguous().view(-1), *comm.shard_group[::-1]).view(-1, local.shape[1])
         total = ADD_ROWS(rows, every, local.shape[0], padding_idx)
         return (total / (comm.divide_factor or ranks)).to(local.dtype)
 
@@ -131,14 +132,5 @@ def _embeddings(local: Tensor, every: Tensor, comm: Communication) -> Tensor:
     assert comm.shard_group is not None
     ranks = comm.shard_group.ranks
     columns = F.embedding(every, local).to(comm.param_dtype or local.dtype)
-    exchanged = _exchange(columns, comm)
+    exchanged = exchange(columns.view(-1), *comm.shard_group[::-1])
     return exchanged.view(ranks, -1, local.shape[1]).movedim(0, 1).reshape(-1, ranks * local.shape[1])
-
-
-def _exchange(sent: Tensor, comm: Communication) -> Tensor:
-    """Return what all ranks sent to this one; part ``r`` of ``sent`` along dim 0 goes to rank ``r``."""
-    assert comm.shard_group is not None
-    ranks, flat = comm.shard_group.ranks, sent.view(-1)
-    splits = [flat.shape[0] // ranks] * ranks
-    received: Tensor = _c10d.wait_tensor(_c10d.all_to_all_single(flat, splits, splits, comm.shard_group.name))
-    return received

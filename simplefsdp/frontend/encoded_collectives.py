@@ -66,12 +66,12 @@ def reduce_scatter(
     sent = ENCODE_GRADIENTS([rows], ranks, wire_format, rows.dtype, 1.0, two_steps.nodes if two_steps else 1)
     if two_steps is not None:
         inside, among, group, nodes, between_format = two_steps
-        sent = ENCODE_SUMS(_exchange(sent, among, inside), among, nodes, numels, wire_format, between_format)
+        sent = ENCODE_SUMS(exchange(sent, among, inside), among, nodes, numels, wire_format, between_format)
         wire_format, ranks = between_format, nodes
-    return DECODE_SUMS(_exchange(sent, ranks, group), ranks, numels, wire_format, rows.dtype, divisor).view(shape)
+    return DECODE_SUMS(exchange(sent, ranks, group), ranks, numels, wire_format, rows.dtype, divisor).view(shape)
 
 
-def _exchange(sent: Tensor, ranks: int, group: str) -> Tensor:
+def exchange(sent: Tensor, ranks: int, group: str) -> Tensor:
     """Return what the ranks of ``group`` sent to this one, as many bytes each."""
     splits = [sent.numel() // ranks] * ranks
     return _c10d.wait_tensor(_c10d.all_to_all_single(sent, splits, splits, group))

@@ -367,8 +367,12 @@ def _profile(found: Any) -> HardwareProfile:
 
     curves = parse_values(curve)
     parsers = {
-        **{"matmul": curves, "attention": curves, "memory": curve, "matmul_contention": curve},
-        **{"device_bytes": parse_optional, "network": _network},
+        "matmul": curves,
+        "attention": curves,
+        "memory": curve,
+        "matmul_contention": curve,
+        "device_bytes": parse_optional,
+        "network": _network,
     }
     return parse_fields(HardwareProfile, found, "profile", parsers)
 

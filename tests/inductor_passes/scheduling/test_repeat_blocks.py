@@ -48,6 +48,9 @@ def test_a_few_blocks_repeated_are_many(model: dict[str, Any], reshard: bool) ->
     few, many = (traced(tiny_llama(layers=layers, **model), *batch(0, 0), reshard=reshard) for layers in (5, 8))
     for graph, expected in zip(few, many, strict=True):
         assert repeat_blocks(graph, 8, number, renamed) == expected
+        assert repeat_blocks(graph, 5, number, renamed) == graph
+        with pytest.raises(ValueError, match="blocks: expected 5 or more, found 4"):
+            repeat_blocks(graph, 4, number, renamed)
 
 
 def test_exchanges_of_embeddings_stay_before_and_behind_the_blocks() -> None:
@@ -55,9 +58,6 @@ def test_exchanges_of_embeddings_stay_before_and_behind_the_blocks() -> None:
     for graph, expected, exchanges in zip(few, many, (2, 1), strict=True):
         assert len(graph.exchanges) == exchanges
         assert repeat_blocks(graph, 6, number, renamed) == expected
-        assert repeat_blocks(graph, 5, number, renamed) == graph
-        with pytest.raises(ValueError, match="blocks: expected 5 or more, found 4"):
-            repeat_blocks(graph, 4, number, renamed)
 
 
 class _Blocks(nn.Module):

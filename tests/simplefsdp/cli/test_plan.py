@@ -104,6 +104,7 @@ def test_plan_prints_what_a_step_takes_and_saves_a_report(
     assert explanation.summary() in said
     reductions = explanation.costs.backward.reductions
     assert any(one.copied_from is None for one in reductions)  # matmuls of a GPU cast gradients
+    assert explanation.costs.memory_limit_bytes < 79 * 2**30  # of the GPU's memory
     assert f"options={{'plan': '{tmp_path / 'plan.json'}'}} carries it out" in said
     assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "costs.json", "prediction.json", "timeline.json"}
 
