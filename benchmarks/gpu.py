@@ -66,6 +66,7 @@ def rehearse(scenario: Scenario, layers: int, system: str, args: argparse.Namesp
         "device": scenario.device,
         "multiprocessors": args.multiprocessors,
         "plan": system,
+        "embedding-lookup": args.embedding_lookup if ours else "gather",
     }
     for name in ("profile", "memory-budget", "turn", "trace"):
         value = getattr(args, name.replace("-", "_"))
@@ -81,6 +82,8 @@ def rehearse(scenario: Scenario, layers: int, system: str, args: argparse.Namesp
             return {"failed": f"exit code {done.returncode}, see the log"}
         (result,) = json.loads(done.stdout)["results"]
         predictions = [json.loads(path.read_text()) for path in sorted(Path(report).glob("*/prediction.json"))]
+    if ours and args.embedding_lookup != "gather":
+        result["system"] += f", {args.embedding_lookup}"
     if predictions:
         result["predicted_s"] = sum(prediction["step_s"] for prediction in predictions)
         result["predicted_peak_bytes"] = max(prediction["peak_bytes"] for prediction in predictions)
@@ -150,6 +153,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--profile", help="of the device, as in simplefsdp rehearse (default: measured first)")
     parser.add_argument("--memory-budget", help="of auto, as in simplefsdp rehearse")
+    parser.add_argument("--embedding-lookup", default="gather", help="of auto and block, as in simplefsdp rehearse")
+    parser.add_argument("--layers", type=int, help="instead of those of the scenario")
     parser.add_argument("--turn", help="a lock, to run several of these commands at once; as in simplefsdp rehearse")
     parser.add_argument("--trace", help="a folder for the profiler's records; as in simplefsdp rehearse")
     parser.add_argument("--multiprocessors", type=int, default=16, help="that a collective keeps busy")
@@ -164,9 +169,10 @@ def main() -> None:
         f"{args.multiprocessors} multiprocessors; {device}, torch {torch.__version__}"
     )
     args.out.mkdir(parents=True, exist_ok=True)
-    runs: dict[int, list[dict[str, Any]]] = {layers: [] for layers in scenario.layers}
+    depths = scenario.layers if args.layers is None else (args.layers,)
+    runs: dict[int, list[dict[str, Any]]] = {layers: [] for layers in depths}
     text = heading
-    for layers, system in ((layers, system) for layers in scenario.layers for system in args.systems.split(",")):
+    for layers, system in ((layers, system) for layers in depths for system in args.systems.split(",")):
         began = time.perf_counter()
         runs[layers].append({"system": system} | rehearse(scenario, layers, system, args))
         print(f"{system}: {time.perf_counter() - began:.0f} s in all", file=sys.stderr)

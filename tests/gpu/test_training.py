@@ -19,7 +19,7 @@ from simplefsdp import clip_grad_norm_, rehearsal, simple_fsdp
 from simplefsdp.hardware.profile import flat
 from simplefsdp.models import llama
 from simplefsdp.null_gpu.launch import null_device
-from tests.null_gpu.steps import BF16, CASES, WIRE_CASES, Case, UnevenNet, sharded
+from tests.null_gpu.steps import BF16, CASES, LOOKUP_CASES, WIRE_CASES, Case, UnevenNet, sharded
 
 pytestmark = [
     pytest.mark.compile,
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 CONFIG = replace(llama.CONFIGS["debug"], layers=2, dim=512, ffn_dim=1024, vocab_size=2048)
-ALL_CASES = CASES | WIRE_CASES
+ALL_CASES = CASES | WIRE_CASES | LOOKUP_CASES
 
 
 def initialise(model: nn.Module) -> None:
@@ -107,14 +107,18 @@ def nccl() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("plan", ["none", "block", "auto", "greedy"])
+@pytest.mark.parametrize(
+    ("plan", "lookup"),
+    [("none", "gather"), ("block", "gather"), ("auto", "gather"), ("greedy", "gather"), ("block", "exchange")],
+)
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
 @pytest.mark.usefixtures("nccl")
-def test_over_nccl_training_is_that_of_the_model_alone(plan: str, policy: MixedPrecisionPolicy) -> None:
+def test_over_nccl_training_is_that_of_the_model_alone(plan: str, lookup: str, policy: MixedPrecisionPolicy) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     alone: Any = llama.Llama(CONFIG).cuda()
-    model = simple_fsdp(copy.deepcopy(alone), init_device_mesh("cuda", (1,)), mp_policy=policy)
+    mesh = init_device_mesh("cuda", (1,))
+    model = simple_fsdp(copy.deepcopy(alone), mesh, mp_policy=policy, embedding_lookup=lookup)
     options: Any = {"plan": plan} if plan == "none" else {"plan": plan, "profile": "h100/h100-1-node"}
     compiled: Any = torch.compile(model, backend="simplefsdp", options=options)
     case = Case(plan=plan)
