@@ -17,7 +17,7 @@ from inductor_passes.torch_compat.dtensor import local_tensor
 from inductor_passes.torch_compat.dynamo import inside_torch_compile, skip_code
 from simplefsdp.frontend.compare_sharding import CheckInitialWeights, facts, sample
 from simplefsdp.frontend.eager_order import compare_before_steps
-from simplefsdp.frontend.embedding_lookup import why_not_exchanged
+from simplefsdp.frontend.embedding_lookup import exchanged_embeddings
 from simplefsdp.frontend.fsdp_methods import check_divide_factor
 from simplefsdp.frontend.gloo import run_in_order
 from simplefsdp.frontend.node_groups import NodeGroups, node_groups, node_size
@@ -194,7 +194,9 @@ def simple_fsdp(
     placements = {fqn: _placements(fqn, param, mode, shard_placement_fn) for fqn, param in new.items()}
     reshard: dict[str, Reshard] = _per_parameter("reshard_after_forward", reshard_after_forward, list(new), True)
     wire_formats = _per_parameter("wire", wire or WireFormat(), list(new), WireFormat())
-    exchanged = _exchanged(model, new, embedding_lookup, mode, mesh.size(), offloads)
+    lookups = _per_parameter("embedding_lookup", embedding_lookup, list(new), "gather")
+    by_glob = isinstance(embedding_lookup, dict)
+    exchanged = exchanged_embeddings(model, new, lookups, by_glob, mode, mesh.size(), offloads)
     placements |= dict.fromkeys(exchanged, (Shard(1),))
     wire_formats |= dict.fromkeys(exchanged, WireFormat())
     for fqn, param in new.items():
@@ -316,43 +318,6 @@ def _placements(
     whole = mode == "replicate" or param.ndim == 0
     placement = Replicate() if whole else (chosen or Shard(0))
     return (Replicate(), placement) if mode == "hybrid_shard" else (placement,)
-
-
-def _exchanged(
-    model: nn.Module,
-    params: dict[str, nn.Parameter],
-    embedding_lookup: str | dict[str, str],
-    mode: str,
-    ranks: int,
-    offloads: bool,
-) -> list[str]:
-    """Return the FQNs of the embeddings that are looked up where their shards are.
-
-    Raises:
-        ValueError: one that a glob chooses cannot be looked up so, or none can.
-    """
-    chosen = _per_parameter("embedding_lookup", embedding_lookup, list(params), "gather")
-    asked = [fqn for fqn, choice in chosen.items() if choice == "exchange"]
-    holders: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules() if asked else ():
-        for name, param in module._parameters.items():
-            holders.setdefault(id(param), []).append((module, name))
-    reasons = {
-        fqn: "it is offloaded" if offloads else why_not_exchanged(holders[id(param)], param, mode, ranks)
-        for fqn, param in params.items()
-        if fqn in asked
-    }
-    if isinstance(embedding_lookup, str):
-        found = [fqn for fqn in asked if not reasons[fqn]]
-        embeddings = [fqn for fqn in asked if isinstance(holders[id(params[fqn])][0][0], nn.Embedding)]
-        if asked and not found:
-            about = ", ".join(f"{fqn}: {reasons[fqn]}" for fqn in embeddings) or "the model has no torch.nn.Embedding"
-            raise ValueError(f"embedding_lookup='exchange': no weight can stay where it is: {about}")
-        return found
-    for fqn, reason in reasons.items():
-        if reason:
-            raise ValueError(f"embedding_lookup: {fqn}: {reason}")
-    return asked
 
 
 def _shard_modules(

@@ -31,14 +31,56 @@ LOOKUPS = ("gather", "exchange")
 _c10d = torch.ops._c10d_functional
 
 
-def why_not_exchanged(holders: list[tuple[nn.Module, str]], param: nn.Parameter, mode: str, ranks: int) -> str:
+def exchanged_embeddings(
+    model: nn.Module,
+    params: dict[str, nn.Parameter],
+    lookups: dict[str, str],
+    by_glob: bool,
+    mode: str,
+    ranks: int,
+    offloads: bool,
+) -> list[str]:
+    """Return the FQNs of the parameters that are looked up where their shards are.
+
+    Args:
+        lookups: one of ``LOOKUPS`` for each parameter.
+        by_glob: globs chose the lookups; otherwise all parameters have the same, and those that cannot be exchanged are
+            gathered.
+        ranks: the number of shards.
+        offloads: parameters are held on the CPU between their uses.
+
+    Raises:
+        ValueError: one that a glob chose cannot be exchanged, or none can.
+    """
+    asked = [fqn for fqn, lookup in lookups.items() if lookup == "exchange"]
+    holders: dict[int, list[nn.Module]] = {}
+    for module in model.modules() if asked else ():
+        for param in module._parameters.values():
+            holders.setdefault(id(param), []).append(module)
+    reasons = {
+        fqn: "it is offloaded" if offloads else _why_not_exchanged(holders[id(params[fqn])], params[fqn], mode, ranks)
+        for fqn in asked
+    }
+    refused = {fqn: reason for fqn, reason in reasons.items() if reason}
+    if by_glob and refused:
+        fqn, reason = next(iter(refused.items()))
+        raise ValueError(f"embedding_lookup: {fqn}: {reason}")
+    found = [fqn for fqn in asked if fqn not in refused]
+    if asked and not found:
+        embeddings = [fqn for fqn in asked if isinstance(holders[id(params[fqn])][0], nn.Embedding)]
+        about = ", ".join(f"{fqn}: {reasons[fqn]}" for fqn in embeddings) or "the model has no torch.nn.Embedding"
+        raise ValueError(f"embedding_lookup='exchange': no weight can stay where it is: {about}")
+    return found
+
+
+def _why_not_exchanged(holders: list[nn.Module], param: nn.Parameter, mode: str, ranks: int) -> str:
     """Return why a parameter cannot be looked up where its shards are; empty if it can.
 
     Args:
-        holders: every module that holds the parameter, with the name of the attribute.
+        holders: every module that holds the parameter.
         ranks: the number of shards.
     """
-    module, _ = holders[0]
+    module = holders[0]
     if type(module).forward is not nn.Embedding.forward or "forward" in module.__dict__:
         return f"a {type(module).__name__} does not look it up as torch.nn.Embedding does"
     assert isinstance(module, nn.Embedding)
