@@ -94,7 +94,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_no_command_imports_another():
     known = modules()
-    commands = {f"simplefsdp.cli.{name}" for name in ("plan", "explain", "rehearse", "calibrate")}
+    commands = {f"simplefsdp.cli.{name}" for name in ("plan", "explain", "rehearse", "calibrate", "compare")}
     for name in commands & set(known):
         assert not commands & set(imports(name, known[name], known)) - {name}
 

@@ -36,7 +36,7 @@ class Rung(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What all rungs train, and how."""
+    """A model, its batches and its settings, the same for all rungs."""
 
     model: nn.Module
     """The whole model on the device; each rung trains a copy."""

@@ -27,6 +27,7 @@ OPTION_TABLES = {
     "explain": "docs/debugging.md",
     "rehearse": "docs/rehearsal.md",
     "calibrate": "docs/profiles.md",
+    "compare": "docs/comparing.md",
 }
 
 
