@@ -173,6 +173,7 @@ def test_every_command_of_a_shell_block_exists_with_its_options(block: Block):
         check_command(line)
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 @pytest.mark.parametrize("block", RUN_SHELL, ids=names(RUN_SHELL))
 def test_a_shell_block_without_a_reason_runs(block: Block, tmp_path):

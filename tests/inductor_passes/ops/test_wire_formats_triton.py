@@ -16,6 +16,7 @@ triton = pytest.importorskip("triton", reason="needs Triton")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
+@pytest.mark.slow
 def test_triton_interprets_them_with_the_bits_of_a_cpu() -> None:
     interpreted(Path(__file__).with_name("interpreted_kernels.py"), tests=4)
 

@@ -34,6 +34,7 @@ def test_an_exchange_stays_a_step_of_its_own() -> None:
     assert found.exchanges == (1,)
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_graphs_predicted_for_unsharded_weights_are_those_that_torch_makes() -> None:

@@ -101,6 +101,7 @@ def test_a_part_is_enough_where_a_part_is_exposed() -> None:
     assert seconds(graphs, chosen) < seconds(graphs, NOTHING)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(cost_graphs(gathers=4, reductions=0), cost_graphs(gathers=3, reductions=4))
 def test_the_choice_is_about_as_fast_as_any_that_is_tried(forward: CostGraph, backward: CostGraph) -> None:

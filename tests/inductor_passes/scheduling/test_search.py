@@ -68,6 +68,7 @@ def assert_as_fast(seconds: float, graph: CostGraph, budget: float = math.inf) -
     assert optimum * (1 - 1e-9) <= seconds <= optimum * (1.05 if any(graph.contention) else 1 + 1e-6)
 
 
+@pytest.mark.slow
 @given(cost_graphs(gathers=7, reductions=0))
 @settings(max_examples=200, deadline=None)
 def test_no_forward_is_faster(graph: CostGraph) -> None:
@@ -122,6 +123,7 @@ def test_gathers_of_one_slot_are_issued_before_it_together_though_one_alone_save
     assert [scheduled.issue_slot for scheduled in least_memory_schedule(graph).schedule.gathers] == [0, 0, 0, 2]
 
 
+@pytest.mark.slow
 @given(cost_graphs(gathers=12, reductions=12, channels=2), st.integers(0, 20))
 @settings(max_examples=60, deadline=None)
 def test_the_found_schedule_is_one_that_a_plan_can_say(graph: CostGraph, spare: int) -> None:

@@ -130,6 +130,7 @@ def test_measuring_again_replaces_what_was_measured(tmp_path: Path) -> None:
     assert sum(event["pid"] == 1 and event["name"] == "process_name" for event in events) == 1
 
 
+@pytest.mark.slow
 def test_real_ranks_are_measured_by_the_profiler(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_profiled, tmp_path)
     (graph,) = tmp_path.iterdir()

@@ -301,9 +301,10 @@ def test_a_report_shows_each_graph_before_and_after_each_pass_also_from_a_warm_c
     assert re.findall(operators + r"\.default\(", code) == re.findall(f"= {operators}", "\n".join(kernels[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 @pytest.mark.compile
-@pytest.mark.parametrize("plan", ["block", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["block", "none"])
 def test_a_plan_is_logged_once_also_from_a_warm_cache(caplog, plan):
     counters = torch._dynamo.utils.counters["aot_autograd"]
     with fresh_cache():

@@ -163,7 +163,7 @@ class BreaksInside(nn.Module):
         return x + self.down(hidden.relu())
 
 
-@pytest.mark.parametrize("options", [AOT_EAGER, INDUCTOR])
+@pytest.mark.parametrize("options", [AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.slow)])
 def test_a_model_with_graph_breaks_trains_as_a_single_process(two_ranks: Ranks, options: dict[str, Any]) -> None:
     two_ranks.run(_graph_breaks, options)
 
@@ -180,7 +180,8 @@ def _graph_breaks(options: dict[str, Any]) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("options", [AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [AOT_EAGER, INDUCTOR])
 def test_evaluation_other_batch_sizes_and_growing_lengths(two_ranks: Ranks, options: dict[str, Any]) -> None:
     two_ranks.run(_shapes, options)
 
@@ -205,7 +206,7 @@ def _shapes(options: dict[str, Any]) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
-@pytest.mark.parametrize("options", [AOT_EAGER, INDUCTOR])
+@pytest.mark.parametrize("options", [AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.slow)])
 def test_two_models_with_their_own_policies_and_the_same_names_in_one_graph(
     two_ranks: Ranks, options: dict[str, Any]
 ) -> None:

@@ -21,6 +21,8 @@ POLICIES = {
     "bf16, fp32 outputs": MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32),
     "bf16, inputs not cast": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
 }
+POLICIES_IN_SHORT = ("fp32", "bf16")
+"""What make test runs."""
 STEPS = 20
 
 
@@ -45,7 +47,7 @@ def _bitwise(
 @pytest.mark.parametrize(
     ("lowering", "policy"),
     [
-        *(pytest.param("block", name, marks=[pytest.mark.slow] if "fp16" in name else []) for name in POLICIES),
+        *(pytest.param("block", name, marks=[pytest.mark.slow] * (name not in POLICIES_IN_SHORT)) for name in POLICIES),
         ("eager", "fp32"),
         ("eager", "bf16"),
         pytest.param("none", "bf16", marks=pytest.mark.slow),
@@ -65,11 +67,14 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan", [pytest.param(name, marks=[pytest.mark.slow] * (name == "nothing ahead")) for name in PLANS]
+)
 def test_any_plan_is_bitwise_fsdp2(two_ranks: Ranks, plan: str) -> None:
     two_ranks.run(_bitwise, "bf16", {"lower_with": "aot_eager", "plan": PLANS[plan]}, {}, 5)
 
 
+@pytest.mark.slow
 def test_a_saved_plan_is_carried_out_again(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_saved, str(tmp_path))
 
@@ -90,6 +95,7 @@ def test_grouped_buckets_train_bitwise_as_packed_ones(two_ranks: Ranks, tmp_path
     two_ranks.run(_grouped, "bf16 reduced in bf16", str(tmp_path), {"layers": 2})
 
 
+@pytest.mark.slow
 def test_grouped_buckets_of_uneven_shards_train_as_packed_ones(four_ranks: Ranks, tmp_path: Path) -> None:
     # The order in which gloo sums up more than two ranks depends on the place in the buffer.
     four_ranks.run(_grouped, "fp32", str(tmp_path), {"ffn_dim": 9, "layers": 2}, GRADIENT_TOLERANCE)
@@ -173,7 +179,7 @@ def _inductor_close(changes: dict[str, Any]) -> None:
     torch.testing.assert_close(found_gradients, gradients, rtol=0, atol=GRADIENT_TOLERANCE)
 
 
-@pytest.mark.parametrize("options", [None, {"lower_with": "aot_eager"}])
+@pytest.mark.parametrize("options", [None, pytest.param({"lower_with": "aot_eager"}, marks=pytest.mark.slow)])
 def test_training_is_close_to_a_single_process(four_ranks: Ranks, options: dict[str, Any] | None) -> None:
     model = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

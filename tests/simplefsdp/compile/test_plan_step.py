@@ -201,6 +201,7 @@ def test_reshard_auto_follows_a_saved_plan_and_is_true_without_a_planner(tmp_pat
         planned(tmp_path / "refused", whole)
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 def test_greedy_under_a_budget_that_it_does_not_keep_is_what_needs_least(tmp_path: Path) -> None:

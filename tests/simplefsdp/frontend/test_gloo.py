@@ -3,6 +3,7 @@
 from datetime import timedelta
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +17,7 @@ CPU = torch.device("cpu")
 ROUNDS = 3000
 
 
+@pytest.mark.slow
 def test_many_gathers_in_flight_do_not_bring_a_rank_down(two_ranks: Ranks) -> None:
     """With gloo's two threads, a rank aborts within the first thousands."""
     two_ranks.run(_gathers)

@@ -226,7 +226,7 @@ WAYS = (
 )
 
 
-@pytest.mark.parametrize("kind", ["tied", "sometimes", "graph break"])
+@pytest.mark.parametrize("kind", ["tied", "sometimes", pytest.param("graph break", marks=pytest.mark.slow)])
 def test_nothing_is_lost_or_added_twice(two_ranks: Ranks, kind: str) -> None:
     two_ranks.run(_nothing_lost, kind)
 

@@ -61,7 +61,9 @@ def tokens(step: int, rank: int) -> Tensor:
 
 
 @pytest.mark.parametrize("lowering", ["eager", "auto"])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("BERT", "Mixtral"))) for name in CONFIGS]
+)
 def test_huggingface_models_train_as_in_a_single_process(two_ranks: Ranks, kind: str, lowering: str) -> None:
     two_ranks.run(_trains, kind, lowering)
 

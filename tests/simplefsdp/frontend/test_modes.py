@@ -83,7 +83,8 @@ def _hybrid(lowering: str, policy: MixedPrecisionPolicy, factor: float | None) -
     same_bits_as_fsdp2(ours, theirs, lowering)
 
 
-@pytest.mark.parametrize("policy", [pytest.param(FP32, marks=pytest.mark.slow), BF16])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [FP32, BF16])
 def test_replicate_with_block_buckets_is_bitwise_fsdp2_of_one_shard(
     four_ranks: Ranks, policy: MixedPrecisionPolicy
 ) -> None:
@@ -199,7 +200,7 @@ def test_a_gather_puts_the_shards_of_any_dim_together(data: st.DataObject) -> No
     assert found.is_contiguous()
 
 
-@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_a_divide_factor_may_be_changed_between_steps(two_ranks: Ranks, lowering: str) -> None:
     two_ranks.run(_factor, lowering)
 
@@ -247,6 +248,7 @@ def _bottom_up(lowering: str) -> None:
     same_bits_as_fsdp2(lambda: apply(simple_fsdp), lambda: apply(fully_shard), lowering, tolerance=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @one_of_four
 def test_bottom_up_gives_names_and_buckets_of_the_whole() -> None:

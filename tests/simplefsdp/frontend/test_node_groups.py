@@ -33,9 +33,8 @@ def _llama(wire: Any) -> nn.Module:
     return simple_fsdp(tiny_llama(ffn_dim=9), mp_policy=BF16, wire=wire, ranks_per_node=2)
 
 
-@pytest.mark.parametrize(
-    "plan", [name if name == "none" else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", FORMATS)
 def test_compiled_training_has_the_bits_of_eager(four_ranks: Ranks, plan: str) -> None:
     four_ranks.run(_bits, plan)
 

@@ -68,7 +68,13 @@ def attentions(mesh: DeviceMesh | None = None) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "lowering"), [((2, 2), "eager"), ((2, 2), "aot_eager"), ((2, 2), "inductor"), ((1, 4), "auto")]
+    ("sizes", "lowering"),
+    [
+        ((2, 2), "eager"),
+        ((2, 2), "aot_eager"),
+        ((2, 2), "inductor"),
+        pytest.param((1, 4), "auto", marks=pytest.mark.slow),
+    ],
 )
 def test_parameters_are_sharded_over_data_and_context_parallel_ranks(
     four_ranks: Ranks, sizes: tuple[int, int], lowering: str

@@ -133,7 +133,7 @@ def _loss_parallel(lowering: str) -> None:
     assert logits == (Shard(2),)
 
 
-@pytest.mark.parametrize("lowering", ["eager", "auto"])
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_parallel_loss_outside_of_the_model_trains_bitwise_as_with_fsdp2(four_ranks: Ranks, lowering: str) -> None:
     """Outside of the model, and so of the graph, which gives and takes parts of them."""
     four_ranks.run(_loss_parallel_outside, lowering)

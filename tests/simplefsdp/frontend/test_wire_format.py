@@ -86,9 +86,8 @@ def test_compiled_training_has_the_bits_of_eager_on_two_ranks(two_ranks: Ranks, 
     two_ranks.run(_bits, "uneven", wire, lowering)
 
 
-@pytest.mark.parametrize(
-    "setting", [name if name == "hybrid" else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_compiled_training_has_the_bits_of_eager_on_four_ranks(four_ranks: Ranks, setting: str) -> None:
     four_ranks.run(_bits, setting, NARROW, "aot_eager")
 

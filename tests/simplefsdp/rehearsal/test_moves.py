@@ -9,5 +9,6 @@ from tests.interpreter import interpreted
 pytestmark = pytest.mark.subprocess
 
 
+@pytest.mark.slow
 def test_triton_interprets_the_kernel_that_copies() -> None:
     interpreted(Path(__file__).with_name("interpreted_moves.py"), tests=1)
