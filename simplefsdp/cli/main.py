@@ -9,7 +9,7 @@ from typing import Any
 
 COMMANDS = {
     "calibrate": "measure this device, and under torchrun the network between its ranks.",
-    "compare": "train a model from a single process to fused kernels: where do its numbers first differ?",
+    "compare": "train a model along a ladder of systems, and say where its numbers first differ.",
     "explain": "a report as a screen of words, as JSON, as pictures, or against another one.",
     "plan": "what a step on a cluster will take, and the plan for it, from a laptop.",
     "rehearse": "time one rank of a cluster on this machine.",

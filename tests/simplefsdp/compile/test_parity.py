@@ -22,7 +22,7 @@ POLICIES = {
     "bf16, inputs not cast": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
 }
 POLICIES_IN_SHORT = ("fp32", "bf16")
-"""What make test runs."""
+"""Policies that make test covers; make test-all covers all."""
 STEPS = 20
 
 
