@@ -46,7 +46,7 @@ def test_kept_parameters_are_saved_and_not_gathered_again(checkpointing, partiti
     assert len(whole_weights_among_outputs(captured.forward)) == len(names) - 1  # all but the embedding
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_memory_budget_of_the_compiler_has_no_weight_saved_or_gathered_twice(reshard):
     saved = []
     for budget in (1.0, 0.5, 0.1):

@@ -137,6 +137,7 @@ def test_the_found_schedule_is_one_that_a_plan_can_say(graph: CostGraph, spare: 
     assert replay(graph, schedule_of(graph, gathers, reductions)) == found.timeline
 
 
+@pytest.mark.slow
 @given(cost_graphs(gathers=8, reductions=8), st.integers(0, 20), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_a_proposed_schedule_is_never_faster_than_the_found_one(graph: CostGraph, spare: int, random: Random) -> None:

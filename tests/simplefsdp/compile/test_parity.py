@@ -68,7 +68,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize(
-    "plan", [pytest.param(name, marks=[pytest.mark.slow] * (name == "nothing ahead")) for name in PLANS]
+    "plan", [pytest.param(name, marks=[pytest.mark.slow] * (name != "halves of blocks")) for name in PLANS]
 )
 def test_any_plan_is_bitwise_fsdp2(two_ranks: Ranks, plan: str) -> None:
     two_ranks.run(_bitwise, "bf16", {"lower_with": "aot_eager", "plan": PLANS[plan]}, {}, 5)
@@ -91,6 +91,7 @@ def _saved(folder: str) -> None:
         _ours(POLICIES["bf16"], {"lower_with": "aot_eager", "plan": path}, {"ffn_dim": 52}, 1)
 
 
+@pytest.mark.slow
 def test_grouped_buckets_train_bitwise_as_packed_ones(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_grouped, "bf16 reduced in bf16", str(tmp_path), {"layers": 2})
 

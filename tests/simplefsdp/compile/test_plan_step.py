@@ -62,10 +62,9 @@ def test_each_parameter_is_in_one_bucket(tmp_path: Path, name: str) -> None:
     assert 1 < len(found.reductions) < len(fqns)
 
 
+@pytest.mark.slow
 @pytest.mark.compile
-@pytest.mark.parametrize(
-    ("checkpointing", "reshard"), [("selective", True), pytest.param("none", "auto", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("checkpointing", "reshard"), [("selective", True), ("none", "auto")])
 def test_all_ranks_plan_the_same_however_uneven_their_shards(checkpointing: str, reshard: Reshard) -> None:
     plans, unsharded = [], []
     for rank in (0, 6):

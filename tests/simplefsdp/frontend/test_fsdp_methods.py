@@ -45,6 +45,7 @@ def _unshard() -> None:
     assert isinstance(model[1].up.weight, DTensor)
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @one_of_four
 def test_resharding_may_be_changed_later() -> None:

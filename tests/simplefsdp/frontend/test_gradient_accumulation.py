@@ -102,6 +102,7 @@ def _tied() -> None:
     _same_bits(simple_fsdp(tiny_llama(layers=1, tie_embeddings=True)), theirs)
 
 
+@pytest.mark.slow
 def test_hybrid_shards_have_the_bits_of_fsdp2(four_ranks: Ranks) -> None:
     four_ranks.run(_hybrid)
 
@@ -226,7 +227,10 @@ WAYS = (
 )
 
 
-@pytest.mark.parametrize("kind", ["tied", "sometimes", pytest.param("graph break", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "tied")) for kind in ("tied", "sometimes", "graph break")],
+)
 def test_nothing_is_lost_or_added_twice(two_ranks: Ranks, kind: str) -> None:
     two_ranks.run(_nothing_lost, kind)
 

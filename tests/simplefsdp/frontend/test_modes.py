@@ -60,7 +60,7 @@ def same_bits_as_fsdp2(
     ("policy", "factor"),
     [
         (FP32, 2.0),
-        (BF16, None),
+        pytest.param(BF16, None, marks=pytest.mark.slow),
         pytest.param(FP16, None, marks=pytest.mark.slow),
         pytest.param(BF16, 3.0, marks=pytest.mark.slow),
     ],

@@ -39,7 +39,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
     [
         ("eager", "fully_shard"),
         ("eager", "replicate"),
-        ("aot_eager", "fully_shard"),
+        pytest.param("aot_eager", "fully_shard", marks=pytest.mark.slow),
         ("inductor", "fully_shard"),
     ],
 )
@@ -96,8 +96,15 @@ def tokens() -> Tensor:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("lowering", "accumulates"),
+    [
+        ("eager", False),
+        ("eager", True),
+        pytest.param("aot_eager", False, marks=pytest.mark.slow),
+        ("aot_eager", True),
+    ],
+)
 def test_a_step_computes_on_the_device_of_the_mesh_and_keeps_nothing_there(
     mesh: DeviceMesh, lowering: str, accumulates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,7 +200,7 @@ def stage_modules(number: int) -> list[nn.Module]:
         (ScheduleGPipe, "eager"),
         (Schedule1F1B, "aot_eager"),
         (Schedule1F1B, "inductor"),
-        (ScheduleInterleaved1F1B, "auto"),
+        pytest.param(ScheduleInterleaved1F1B, "auto", marks=pytest.mark.slow),
         (ScheduleInterleavedZeroBubble, "eager"),  # torch refuses compiled stages there
     ],
 )
