@@ -10,7 +10,6 @@ tolerance.
 """
 
 import argparse
-import importlib
 import json
 import os
 import sys
@@ -29,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from simplefsdp.analysis.ladder import LADDER, Comparison, Difference, Training, climb
 from simplefsdp.rehearsal.systems import cross_entropy
-from simplefsdp.rehearsal.workload import MODELS, model_factory
+from simplefsdp.rehearsal.workload import MODELS, imported, model_factory
 from simplefsdp.text.messages import unknown
 from simplefsdp.text.tables import markdown_table
 
@@ -78,9 +77,12 @@ def run(args: argparse.Namespace) -> None:
             f"--ranks: {args.ranks}, but torch sees {torch.cuda.device_count()} GPUs here; or --device cpu"
         )
     if args.inputs is not None:
-        _function("--inputs", args.inputs)
-    elif _vocab_size(args) is None:
-        raise ValueError(f"--model {args.model}: its config has no vocab_size; --inputs makes other inputs than tokens")
+        imported("--inputs", args.inputs)
+    else:
+        with torch.device("meta"):
+            vocab_size = _vocab_size(_build(args)())
+        if vocab_size is None:
+            raise ValueError(f"--model {args.model}: its config has no vocab_size; --inputs makes other inputs")
     tolerance = TOLERANCES[args.dtype] if args.tolerance is None else args.tolerance
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (vars(args), rungs, folder), nprocs=args.ranks, start_method="spawn")
@@ -129,18 +131,6 @@ def _read(result: dict[str, Any]) -> Comparison:
     return Comparison(result["rung"], result["against"], result["keeps_bits"], first, largest)
 
 
-def _function(option: str, path: str) -> Callable[..., Any]:
-    module, colon, name = path.partition(":")
-    sys.path.insert(0, "")
-    try:
-        found: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{option} {path}: {error}") from error
-    if not colon or not callable(found):
-        raise ValueError(f"{option} {path}: expected package.module:function")
-    return found
-
-
 def _rank(rank: int, arguments: dict[str, Any], rungs: Sequence[str], folder: str) -> None:
     """Climb as one rank, and on the first write the results."""
     args = argparse.Namespace(**arguments)
@@ -178,17 +168,16 @@ def _build(args: argparse.Namespace) -> Callable[[], nn.Module]:
     )
 
 
-def _vocab_size(args: argparse.Namespace) -> Any:
-    with torch.device("meta"):
-        return getattr(getattr(_build(args)(), "config", None), "vocab_size", None)
+def _vocab_size(model: nn.Module) -> Any:
+    return getattr(getattr(model, "config", None), "vocab_size", None)
 
 
 def _training(args: argparse.Namespace) -> Training:
     torch.manual_seed(args.seed)
     model = _build(args)().to(args.device)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.dtype == "bf16" else MixedPrecisionPolicy()
-    own_inputs = None if args.inputs is None else _function("--inputs", args.inputs)
-    vocab_size = 0 if own_inputs else _vocab_size(args)
+    own_inputs = None if args.inputs is None else imported("--inputs", args.inputs)
+    vocab_size = _vocab_size(model)
 
     def inputs(step: int, rank: int) -> tuple[Any, ...]:
         generator = torch.Generator().manual_seed(1_000_003 * args.seed + args.ranks * step + rank)

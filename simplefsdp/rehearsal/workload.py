@@ -98,18 +98,29 @@ def model_factory(
             activation_checkpointing=activation_checkpointing,
         )
         return lambda: llama.Llama(config)
-    module, colon, name = model.partition(":")
-    if not colon:
+    if ":" not in model:
         raise ValueError("--model: " + unknown("model", model, MODELS) + ", or package.module:factory")
     for option, value in (("--layers", layers), ("--activation-checkpointing", activation_checkpointing)):
         if value not in (None, "none"):
             raise ValueError(f"{option}: {model} has to see to that itself")
+    return imported("--model", model)
+
+
+def imported(option: str, path: str) -> Callable[..., Any]:
+    """Return what ``path``, ``package.module:name``, names; modules of the working directory are found too.
+
+    Raises:
+        ValueError: there is no such module or name, or it cannot be called; names the command's option.
+    """
+    module, _, name = path.partition(":")
     sys.path.insert(0, "")
     try:
-        factory: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--model {model}: {error}") from error
-    return factory
+        found: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{option} {path}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{option} {path}: expected package.module:function")
+    return found
 
 
 def parallelized(model: Any, mesh: DeviceMesh | None) -> nn.Module:
