@@ -209,6 +209,7 @@ def simple_fsdp(
     sharded: dict[int, tuple[nn.Parameter, ShardedParameter]] = {}
     made: dict[str, ShardedParameter] = {}
     samples: dict[str, torch.Tensor | None] = {}
+    dtypes = {fqn: param.dtype for fqn, param in new.items()}
     for fqn, info in known.items():
         sharded[id(params[fqn])] = params[fqn], replace(info, fqn=fqn, model=sharded_model)
     if mesh.device_type == "cpu":
@@ -247,7 +248,7 @@ def simple_fsdp(
     for fqn, info in known.items():
         if info.fqn in info.model.uncompared:
             sharded_model.uncompared[fqn] = info.model.uncompared.pop(info.fqn)
-    sharded_model.uncompared.update(facts(made, samples))
+    sharded_model.uncompared.update(facts(made, dtypes, samples))
     if isinstance(model, ShardedModule):
         if model._simple_fsdp.model is None:
             model.register_load_state_dict_post_hook(tie_again)

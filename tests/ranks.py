@@ -111,8 +111,9 @@ def _profiles() -> Iterator[str]:
 class Ranks:
     """``size`` processes; ``run(fn, *args)`` calls ``fn`` on all of them and returns their results in rank order."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, deadline_s: float = DEADLINE_S):
         self.size = size
+        self.deadline_s = deadline_s
         self._start()
 
     def _start(self) -> None:
@@ -133,7 +134,7 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((fn, args))
         results: dict[int, Any] = {}
-        deadline: float = DEADLINE_S
+        deadline = self.deadline_s
         while len(results) < self.size:
             pending = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
             ready: list[Any] = wait(pending, timeout=deadline)
@@ -144,9 +145,12 @@ class Ranks:
                 self._start()
                 raise AssertionError(failure.text if failure else f"ranks {missing} hang in {fn.__name__}")
             for pipe in ready:
-                results[pending[pipe]] = pipe.recv()
+                try:
+                    results[pending[pipe]] = pipe.recv()
+                except EOFError:
+                    results[pending[pipe]] = _Failure(f"rank {pending[pipe]} died in {fn.__name__}")
                 if isinstance(results[pending[pipe]], _Failure):
-                    deadline = 10  # the others may wait for it in a collective
+                    deadline = 10.0  # the others may wait for it in a collective
         for result in results.values():
             if isinstance(result, _Failure):
                 raise AssertionError(result.text)

@@ -51,17 +51,20 @@ def sample(value: Tensor, check: CheckInitialWeights) -> Tensor | None:
     return flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].clone().view(torch.uint8)
 
 
-def facts(infos: Mapping[str, ShardedParameter], samples: Mapping[str, Tensor | None]) -> dict[str, Uncompared]:
+def facts(
+    infos: Mapping[str, ShardedParameter], dtypes: Mapping[str, torch.dtype], samples: Mapping[str, Tensor | None]
+) -> dict[str, Uncompared]:
     """Return what ranks are to compare of each parameter, by FQN (``ShardedModel.uncompared``).
 
     Args:
+        dtypes: the dtype of each parameter, by FQN.
         samples: ``sample`` of each parameter, by FQN.
     """
     compared = {fqn: part for fqn, part in samples.items() if part is not None}
     contents = zip(compared, _on_cpu([*compared.values()]), strict=True)
     values = {fqn: _sha256(content).hex()[:16] for fqn, content in contents}
     return {
-        fqn: Uncompared(_described(comm), values.get(fqn), tuple(comm.groups))
+        fqn: Uncompared(f"{_described(comm)}, dtype={dtypes[fqn]}", values.get(fqn), tuple(comm.groups))
         for fqn, comm in ((fqn, info.communication) for fqn, info in infos.items())
     }
 

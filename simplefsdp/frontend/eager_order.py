@@ -81,8 +81,10 @@ def note_gather(info: ShardedParameter) -> None:
 
 def note_reduction(info: ShardedParameter) -> None:
     """Note that this rank is about to reduce the gradient of a parameter."""
+    factor = info.communication.divide_factor
+    divided = "" if factor is None else f", divided by {factor:g}"
     for group in info.communication.groups:
-        _note(f"reduction of the gradient of {info.fqn}", group)
+        _note(f"reduction of the gradient of {info.fqn}{divided}", group)
 
 
 def note_lookup(info: ShardedParameter, tokens: int) -> None:

@@ -80,6 +80,12 @@ def turned(other: int) -> Callable[..., Any]:
     return simple_fsdp(whole, check_initial_weights=False)
 
 
+def of_another_dtype(other: int) -> Callable[..., Any]:
+    whole: Any = model(0)
+    whole[1].extra = nn.Parameter(torch.ones(4, dtype=torch.float64 if other else torch.float32))
+    return simple_fsdp(whole, check_initial_weights=False)
+
+
 def of_another_policy(other: int) -> Callable[..., Any]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32 if other else torch.bfloat16)
     return simple_fsdp(model(0), mp_policy=policy)
@@ -101,6 +107,7 @@ def on_meta_divided_by_another_factor(other: int) -> Callable[..., Any]:
 
 SHARDED_OTHERWISE = {
     turned: ("sharding of 1.extra: shape=(6, 4), dim=0", "sharding of 1.extra: shape=(4, 6), dim=0"),
+    of_another_dtype: ("dtype=torch.float32", "dtype=torch.float64"),
     of_another_policy: ("reduce_dtype=torch.bfloat16", "reduce_dtype=torch.float32"),
     partly_frozen: ("1.weight is trained", "1.weight is frozen"),
     on_meta_divided_by_another_factor: ("divide_factor=4.0", "divide_factor=1.0"),

@@ -70,6 +70,14 @@ def skips_another_block_in_the_second_micro_batch(rank: int) -> str:
     return told(step, [0, 1 + rank])
 
 
+def divides_gradients_by_another_factor(rank: int) -> str:
+    model, step = trainer()
+    step([0, 1, 2])
+    if rank:
+        model.set_gradient_divide_factor(8.0)
+    return told(step, [0, 1, 2])
+
+
 DIFFERENCES = {
     skips_another_block: (1, "'all-gather of layers.1.weight'", "'all-gather of layers.2.weight'"),
     runs_blocks_in_another_order: (1, "'all-gather of layers.1.weight'", "'all-gather of layers.2.weight'"),
@@ -77,6 +85,11 @@ DIFFERENCES = {
         9,
         "'all-gather of layers.1.weight'",
         "'all-gather of layers.2.weight'",
+    ),
+    divides_gradients_by_another_factor: (
+        4,
+        "'reduction of the gradient of layers.2.weight'",
+        "'reduction of the gradient of layers.2.weight, divided by 8'",
     ),
 }
 

@@ -1,0 +1,1 @@
+"""Campaigns whose figures are in RELIABILITY.md: ``python -m tests.soak CAMPAIGN``."""
