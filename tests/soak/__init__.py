@@ -1,1 +1,1 @@
-"""Campaigns whose figures are in RELIABILITY.md: ``python -m tests.soak CAMPAIGN``."""
+"""Campaigns of many runs, each with its figures: ``python -m tests.soak CAMPAIGN``."""

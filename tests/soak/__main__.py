@@ -14,7 +14,7 @@ CAMPAIGNS = {"disagreement": 200}
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.soak", description=__doc__)
     parser.add_argument("campaign", choices=CAMPAIGNS)
-    parser.add_argument("--runs", type=int, help="default: those of RELIABILITY.md")
+    parser.add_argument("--runs", type=int, help=f"default: {CAMPAIGNS}")
     parser.add_argument("--out", type=Path, metavar="FILE", help="a JSON file for the figures")
     args = parser.parse_args()
     began = time.monotonic()

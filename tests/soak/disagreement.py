@@ -5,6 +5,7 @@ A run is right if every rank raises an error of this library's that names a rank
 (a rank that skips a step and goes on), the ranks that wait must end with an error that names the rank they wait for.
 """
 
+import math
 import re
 import time
 from collections import Counter
@@ -51,7 +52,7 @@ def runs() -> Iterator[Run]:
     turn = 0
     while True:
         for mesh, (_, shape) in MESHES.items():
-            size = shape[0] * (shape[1] if len(shape) > 1 else 1)
+            size = math.prod(shape)
             for name, difference in DIFFERENCES.items():
                 for way in difference.ways:
                     yield Run(name, way == "c", mesh, (size - 1 + turn) % size)
@@ -96,7 +97,7 @@ def judge(run: Run, told: list[Told]) -> str:
 
 def perform(run: Run) -> tuple[str, float]:
     """Return what is wrong with a run, and after how many seconds the last rank was told."""
-    ranks = Ranks(4 if "4" in run.mesh or "x" in run.mesh else 2, deadline_s=DEADLINE_S)
+    ranks = Ranks(math.prod(MESHES[run.mesh][1]), deadline_s=DEADLINE_S)
     try:
         told = ranks.run(_on_rank, run)
     except AssertionError as error:

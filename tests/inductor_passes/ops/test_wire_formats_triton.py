@@ -14,8 +14,9 @@ pytestmark = pytest.mark.subprocess
 triton = pytest.importorskip("triton", reason="needs Triton")
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-_STACK_BYTES = 16 if triton.__version__.startswith("3.6.") else 0
-"""Bytes of stack that a thread may use: Triton 3.6 (torch 2.11) takes some for one kernel, and spills nothing."""
+_STACK_BYTES = {("int8-hadamard", 90, "encode"): 16} if triton.__version__.startswith("3.6.") else {}
+"""Bytes of stack that a thread of a kernel uses, by format, capability and kernel: Triton 3.6 (torch 2.11) takes some
+for one, and spills nothing. All others take none."""
 
 
 @pytest.mark.slow
@@ -77,8 +78,8 @@ def test_they_are_built_for_every_gpu_without_spilling_and_with_wide_loads(
         (cubin := tmp_path / "cubin").write_bytes(kernel.asm["cubin"])
         usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
         resources = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
-        assert resources["LOCAL"] == "0", what
-        assert int(resources["STACK"]) <= _STACK_BYTES, what
+        stack = _STACK_BYTES.get((name, capability, what), 0)
+        assert (resources["STACK"], resources["LOCAL"]) == (str(stack), "0"), what
         assert int(resources["REG"]) <= 128, what
     assert "ld.global.v4.b32" in found["encode"].asm["ptx"]
     assert "st.global.v4.b32" in found["decode_sum"].asm["ptx"]
