@@ -163,7 +163,16 @@ def simple_fsdp(
     if inside_torch_compile():
         raise RuntimeError("simple_fsdp() was called inside torch.compile; shard the model first, then compile it")
     mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    check_types(model, mesh, mp_policy, reshard_after_forward, offload_policy, check_initial_weights)
+    check_types(
+        model,
+        mesh,
+        mp_policy,
+        reshard_after_forward,
+        shard_placement_fn,
+        ignored_params,
+        offload_policy,
+        check_initial_weights,
+    )
     check_wire(wire, mp_policy)
     check_embedding_lookup(embedding_lookup)
     if gradient_divide_factor is not None:

@@ -47,6 +47,7 @@ from torch.fx import Graph
 
 from inductor_passes.ops.pack import LIBRARY
 from inductor_passes.runtime.graph_dump import Report, restore_report
+from inductor_passes.runtime.history import History
 from inductor_passes.runtime.record import Record
 from inductor_passes.torch_compat.distributed import (
     default_store,
@@ -62,6 +63,8 @@ _PATIENCE_S = 60.0
 """Seconds between warnings that a rank is waited for."""
 _SHUTDOWN_GRACE_S = 10.0
 """Seconds in which the other ranks can see that this rank gives up."""
+_CONFLICT_GRACE_S = 1.0
+"""The same where ``stall_watch.py`` has told them: most of them wait inside of a collective, and do not come."""
 
 
 class Subject(NamedTuple):
@@ -102,6 +105,14 @@ class _World:
     known_failures: set[str] = field(default_factory=set)
     comparisons: Counter[Ranks] = field(default_factory=Counter)
     """How often the ranks of a group have met for a subject that asks for it every time."""
+    histories: dict[str, History] = field(default_factory=dict)
+    """Things that this rank has issued, by name of the process group."""
+    begun: dict[str, Record] = field(default_factory=dict)
+    """Graphs that have begun to run, by what is noted of them."""
+    epoch: int = 0
+    """How often failures were forgotten, and histories with them."""
+    conflict: str = ""
+    """How this rank's history and another one's differ, once ``stall_watch.py`` has found it; nothing can go on."""
 
 
 _worlds: weakref.WeakKeyDictionary[Any, _World] = weakref.WeakKeyDictionary()
@@ -123,8 +134,11 @@ def agree(_any: Tensor, text: str) -> Tensor:
         RuntimeError: a rank of one of the record's groups has another record, or does not come before the deadline.
     """
     agreed = _world().agreed
-    if (record := agreed.get(text)) is None:
-        record = Record.from_json(text)
+    record = agreed.get(text) or Record.from_json(text)
+    for group, what in record.noted.items():
+        _world().begun[what] = record
+        note(group, what)
+    if text not in agreed:
         compare(record.compared())
         agreed[text] = record
         for warning in record.warnings:
@@ -189,6 +203,43 @@ def compare(lines: Mapping[str, Sequence[str]], deadline_s: float | None = None,
         _Meeting(records, dist.get_rank(), world, default_store(), seconds, subject).hold()
 
 
+def note(group: str, what: str) -> None:
+    """Note that this rank is about to issue something for the process group of this name."""
+    _world().histories.setdefault(group, History()).add(what)
+
+
+def histories() -> dict[str, History]:
+    """Return what this rank has issued, by name of the process group."""
+    return dict(_world().histories)
+
+
+def noted_graphs(group: str) -> dict[str, str]:
+    """Return the lines that the ranks of a group have in common of each graph that has begun, by what is noted."""
+    graphs = _world().begun.items()
+    return {what: "\n".join(lines) for what, record in graphs if (lines := record.compared().get(group))}
+
+
+def epoch() -> int:
+    """Return how often this world's failures were forgotten."""
+    return _world().epoch
+
+
+def known_conflict() -> str:
+    """Return how the histories of two ranks differ, if that was found; a rank that waits cannot go on then."""
+    return _world().conflict
+
+
+def declare_conflict(reason: str, found_in: int) -> None:
+    """Let this rank raise ``reason`` where it waits for others at the store.
+
+    Args:
+        found_in: the epoch in which the conflict was found; in another one it is forgotten.
+    """
+    world = _world()
+    if world.epoch == found_in:
+        world.conflict = reason
+
+
 def agreed_stores() -> dict[Ranks, Any]:
     """Return the parts of the store at which this rank has met others, by the ranks of the process group."""
     return dict(_world().rendezvous_of)
@@ -200,6 +251,8 @@ def forget_failures() -> None:
     To be called on all ranks, once all of them have raised.
     """
     world = _world()
+    world.histories.clear()
+    world.conflict, world.epoch = "", world.epoch + 1
     for ranks, rendezvous in world.rendezvous_of.items():
         world.known_failures.update(_get(rendezvous, f"failed/{rank}") for rank in ranks)
 
@@ -247,7 +300,7 @@ class _Meeting:
             self._until_all_have("met")
         except _Disagreement as error:
             with suppress(dist.DistError):  # the store may be another process's, which has gone
-                self._give_up(str(error))
+                self._give_up(str(error), error.grace_s)
             raise RuntimeError(str(error)) from None
         finally:
             with suppress(dist.DistError):
@@ -258,9 +311,12 @@ class _Meeting:
         pause, patience = 0.001, time.monotonic() + _PATIENCE_S
         longest = max(0.1, max(map(len, self.records)) / 1000)
         while lagging := [ranks for ranks in self.records if not self._all_have(ranks, what)]:
-            late = time.monotonic() > self.deadline
+            late, conflict = time.monotonic() > self.deadline, self.world.conflict
             # Who is missing is asked seldom: it takes more of the store than whether somebody is.
-            awaited = [self._missing(ranks, what) for ranks in lagging] if late or pause == longest else []
+            asks = late or conflict or pause == longest
+            awaited = [self._missing(ranks, what) for ranks in lagging] if asks else []
+            if conflict:  # which says less than a difference that was found here
+                raise _Disagreement(conflict, grace_s=_CONFLICT_GRACE_S)
             if late:
                 raise _Disagreement(
                     f"rank {awaited[0]} has not come to {self.subject.awaited} that rank {self.me} waits to run"
@@ -335,9 +391,9 @@ class _Meeting:
         if theirs != mine and not rendezvous.check([f"{theirs}/came/{self.me}"]):
             raise _Disagreement(_difference(self.records[ranks], _get(rendezvous, theirs), self.me, rank, self.subject))
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, grace_s: float) -> None:
         """Announce the failure at each rendezvous, and stay a while: others may come late, the store may live here."""
-        leave = time.monotonic() + _SHUTDOWN_GRACE_S
+        leave = time.monotonic() + grace_s
         unheard = [*self.records]
         while unheard:
             unheard = [ranks for ranks in unheard if not self._all_have_failed(ranks, reason)]
@@ -362,7 +418,9 @@ class _Meeting:
 
 
 class _Disagreement(Exception):
-    pass
+    def __init__(self, reason: str, grace_s: float = _SHUTDOWN_GRACE_S):
+        super().__init__(reason)
+        self.grace_s = grace_s
 
 
 def _digest(text: str) -> str:

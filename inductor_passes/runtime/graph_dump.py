@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes.collectives import FQNS
+from inductor_passes.runtime.whole_files import write_whole
 from inductor_passes.torch_compat.inductor import running_code
 
 log = logging.getLogger("simplefsdp")
@@ -69,7 +70,7 @@ class Report:
         if self.folder is not None:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / name).write_text(text)
+                write_whole(self.folder / name, text)
             except OSError as error:
                 log.warning("option 'report_dir': no report is written to %s: %s", self.folder, error)
                 self.folder = None

@@ -4,10 +4,12 @@ Ranks compare records to see whether they have compiled the same graph (``agreem
 reads from the record what was planned and reported, and ``measure`` reads which collective took how long.
 """
 
+import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +69,18 @@ class Record:
         lists = {name: tuple(fields[name]) for name in ("about", "groups", "order", "warnings")}
         issued = tuple(RecordedCollective._make(one)._replace(fqns=tuple(one[-1])) for one in fields["issued"])
         return cls(**{**fields, **lists, "issued": issued})
+
+    @cached_property
+    def noted(self) -> dict[str, str]:
+        """For each process group, the text that its ranks note when the graph begins; the same if they agree."""
+        fqns = next((one.fqns for one in self.issued if one.fqns), ("no parameter",))
+        digests = {
+            group: hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8] for group, lines in self.compared().items()
+        }
+        return {
+            group: f"the compiled {self.direction} graph {digest} whose first collective is of {fqns[0]}"
+            for group, digest in digests.items()
+        }
 
     def compared(self) -> dict[str, list[str]]:
         """Return, for each process group, the lines that its ranks must have in common."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from inductor_passes.runtime.whole_files import write_whole
 from simplefsdp.analysis.explanation import Explanation
 from simplefsdp.text.messages import fqn_range
 
@@ -59,8 +60,10 @@ def write_html_report(folder: Path, explanation: Explanation) -> list[Path]:
     picture = _picture(json.loads((folder / "timeline.json").read_text())["traceEvents"])
     figure = _drawn(picture, explanation.memory_limit_bytes)
     page, image = folder / "report.html", folder / "timeline.png"
-    page.write_text(_html(folder.name, _svg(figure, picture), explanation))
-    figure.savefig(image, dpi=150)
+    write_whole(page, _html(folder.name, _svg(figure, picture), explanation))
+    drawing = io.BytesIO()
+    figure.savefig(drawing, dpi=150)
+    write_whole(image, drawing.getvalue())
     return [page, image]
 
 

@@ -42,10 +42,13 @@ def measure(step_fn: Callable[[], Any], steps: int = 3) -> Measurement:
     as they do with any step.
 
     Raises:
+        TypeError: ``step_fn`` is no function.
         ValueError: ``steps`` is not positive.
         RuntimeError: no graph that ran was compiled with ``backend="simplefsdp"``, or a graph did not issue its
             collectives in the order of its record: with ``plan="none"`` torch's own passes may have moved them.
     """
+    if not callable(step_fn):
+        raise TypeError(f"step_fn: expected a function that makes one training step, found {step_fn!r}")
     if steps < 1:
         raise ValueError(f"steps: expected a positive number, found {steps}")
     made = [_rehearsed(step_fn) if _is_rehearsal() else _profiled(step_fn) for _ in range(steps)]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from simplefsdp.calibration import calibrate
 from simplefsdp.calibration.measure_network import LinkFit, measure_network
-from simplefsdp.hardware.cache import cache_path
+from simplefsdp.hardware.cache import cache_path, end_with_owner
 from simplefsdp.hardware.profile import HardwareProfile, network, save
 
 
@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--threads: expected a positive number, found {args.threads}")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device: cuda, but torch sees no GPU here")
+    end_with_owner()
     ranks, local_rank, local_ranks = (
         int(os.environ.get(name, value))
         for name, value in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
@@ -54,7 +55,11 @@ def run(args: argparse.Namespace) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     path = args.out or cache_path(device, ranks if args.network is None else 1)
-    profile = calibrate.calibrate(device, network(args.network or "cpu-bandwidth"))
+    try:
+        of_profile = network(args.network or "cpu-bandwidth")
+    except ValueError as error:
+        raise ValueError(f"--network: {error}") from None
+    profile = calibrate.calibrate(device, of_profile)
     fits: dict[str, dict[str, LinkFit]] = {}
     if ranks > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -13,5 +13,7 @@ class CompilationLog:
     """One line for each graph that was planned."""
     warnings: list[str] = field(default_factory=list)
     """Reasons why the compiled graphs are worse than planned, one sentence each."""
+    is_inference: bool = False
+    """Whether the one graph has no backward."""
     progress: Progress = field(default_factory=Progress)
     """The stages of the compilation, and how long each took."""

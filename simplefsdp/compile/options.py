@@ -158,7 +158,9 @@ def profile_of(options: Options, device: torch.device | None) -> HardwareProfile
             _say_what_auto_is(reason)
     if profile is None:
         return None
-    return built_in(profile) if isinstance(profile, str) and is_built_in(profile) else load_profile(profile)
+    if isinstance(profile, str) and (is_built_in(profile) or not profile.endswith(".json")):
+        return built_in(profile)
+    return load_profile(profile)
 
 
 def requested(

@@ -80,6 +80,7 @@ class Passes:
                 f"no bucket for the gradients of {', '.join(missed)}: their reductions were not recognised"
             )
         if kind == "inference":
+            self.notes.is_inference = True
             self._plan(graph, Graph(), self.given.params)
             self._bucket(graph)
 
@@ -113,7 +114,9 @@ class Passes:
             self._dump(unordered, graph)
             order_graph(graph)
             self._dump(ordered, graph)
-        record = record_graph(direction, self.given.common_facts, self.given.groups, filter(is_step, graph.nodes))
+        kind = "inference" if self.notes.is_inference else direction
+        facts = (f"graph: {kind}", *self.given.common_facts)
+        record = record_graph(direction, facts, self.given.groups, filter(is_step, graph.nodes))
         if direction == "forward":
             record = replace(record, summary=self.notes.summaries[-1], warnings=tuple(self.notes.warnings))
         if not add_record(graph, record, self.given.report):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from inductor_passes.runtime.whole_files import write_whole
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.keep_unsharded import keep_unsharded
 from inductor_passes.scheduling.repeat_blocks import BlocksDifferError, repeat_blocks
@@ -115,7 +116,7 @@ class PlannedModel:
         predicted = prediction_files(self.step.prediction, self.costs, self.step.timelines)
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in {"plan.json": self.step.plan.to_json(), **predicted}.items():
-            (folder / name).write_text(text)
+            write_whole(folder / name, text)
 
 
 def plan_model(job: PlanJob, on_stage: Callable[[str], object] = lambda _: None) -> PlannedModel:

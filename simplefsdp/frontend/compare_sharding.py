@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from inductor_passes.runtime import stall_watch
 from inductor_passes.runtime.agreement import Subject, compare
 from inductor_passes.torch_compat.distributed import is_single_process_group
-from simplefsdp.frontend import stall_watch
 from simplefsdp.frontend.sharding import Communication, ShardedModel, ShardedParameter, Uncompared
 
 CheckInitialWeights = bool | Literal["exact"]

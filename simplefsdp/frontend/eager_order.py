@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from inductor_passes.runtime.agreement import agreed_stores, first_difference
+from inductor_passes.runtime import stall_watch
+from inductor_passes.runtime.agreement import agreed_stores, first_difference, known_conflict, note
 from inductor_passes.torch_compat.autograd import in_backward
 from inductor_passes.torch_compat.distributed import group_ranks, group_timeout_s, is_single_process_group
-from simplefsdp.frontend import stall_watch
 from simplefsdp.frontend.sharding import Group, ShardedParameter
 
 _KEPT = 10_000
@@ -102,6 +102,7 @@ def _note(what: str, group: Group | None) -> None:
         _world.issued[group.name] = None if is_alone else _Issued(group.name)
     if (issued := _world.issued[group.name]) is not None:
         issued.add(what)
+        note(group.name, what)
         stall_watch.advance(what)
 
 
@@ -113,15 +114,19 @@ def compare_before_steps() -> None:
     """
 
     def before(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and not in_backward() and _steps_shards(optimizer):
+        if not torch.compiler.is_compiling() and not in_backward() and (groups := _groups_of(optimizer)):
+            for group in groups:
+                note(group, "a step of an optimizer")
             compare_order()
 
     register_optimizer_step_pre_hook(before)
 
 
-def _steps_shards(optimizer: torch.optim.Optimizer) -> bool:
+def _groups_of(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Return the names of the process groups over which parameters of ``optimizer`` are sharded or replicated."""
     params = (param for group in optimizer.param_groups for param in group["params"])
-    return any(getattr(param, "simple_fsdp_info", None) is not None for param in params)
+    infos = {id(info.communication): info for param in params if (info := getattr(param, "simple_fsdp_info", None))}
+    return {group.name for info in infos.values() for group in info.communication.groups}
 
 
 def compare_order() -> None:
@@ -152,11 +157,13 @@ def _wait(comparisons: list["_Comparison"]) -> None:
     while lagging := [each for each in lagging if not each.all_have_come()]:
         time.sleep(pause)
         pause = min(2 * pause, max(0.05, max(len(each.ranks) for each in lagging) / 1000))  # one store serves them all
-        waited = time.monotonic() - began
+        waited, conflict = time.monotonic() - began, known_conflict()
         if waited > _PATIENCE_S and (reason := next(filter(None, (each.trouble(waited) for each in lagging)), "")):
             for each in comparisons:
                 each.give_up(reason)
             raise RuntimeError(reason)
+        if conflict:  # the other ranks have been told by the watch
+            raise RuntimeError(conflict)
     for each in comparisons:
         each.clean_up()
 

@@ -31,6 +31,8 @@ def check_types(
     mesh: object,
     mp_policy: object,
     reshard_after_forward: object,
+    shard_placement_fn: object,
+    ignored_params: object,
     offload_policy: object,
     check_initial_weights: object,
 ) -> None:
@@ -46,6 +48,14 @@ def check_types(
         raise TypeError(
             f"mp_policy: expected torch.distributed.fsdp.MixedPrecisionPolicy, found {type(mp_policy).__name__}"
         )
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(mp_policy, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"mp_policy: {name}: expected a floating-point torch.dtype or None, found {dtype!r}")
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(f"shard_placement_fn: expected a function of a parameter, found {shard_placement_fn!r}")
+    if ignored_params is not None and not isinstance(ignored_params, Iterable):
+        raise TypeError(f"ignored_params: expected parameters, found {ignored_params!r}")
     if not isinstance(offload_policy, OffloadPolicy | None):
         raise TypeError(
             "offload_policy: expected torch.distributed.fsdp.CPUOffloadPolicy or None, found "

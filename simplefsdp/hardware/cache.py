@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from simplefsdp.hardware.profile import load_profile
 
 log = logging.getLogger("simplefsdp")
 
+_OWNER = "SIMPLEFSDP_CALIBRATES_FOR"
+"""Environment variable with the number of the process for which another one measures."""
 _VERSION = 4
 """The version of what ``simplefsdp calibrate`` measures."""
 
@@ -74,6 +78,7 @@ def _measure_in_own_processes(path: Path, ranks: int) -> None:
     environment = {
         # An error of theirs is not one of this process.
         **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
+        _OWNER: str(os.getpid()),
         "PYTHONPATH": os.pathsep.join(folder or os.curdir for folder in sys.path),
     }
     arguments = [sys.executable, *command.split()]
@@ -83,6 +88,24 @@ def _measure_in_own_processes(path: Path, ranks: int) -> None:
             "option 'plan': measuring this CPU failed (options={'plan': 'block'} needs none of it). "
             f"python {command}:\n{done.stderr[-2000:]}"
         )
+
+
+def end_with_owner() -> None:
+    """Let this process end with the rank for which it measures; do nothing if no rank has started it.
+
+    A rank that is killed cannot end what it has started.
+    """
+    if owner := os.environ.get(_OWNER):
+        threading.Thread(target=_end_with, args=(int(owner),), daemon=True).start()
+
+
+def _end_with(pid: int) -> None:
+    try:
+        while True:
+            os.kill(pid, 0)  # no signal: it only asks
+            time.sleep(0.5)
+    except ProcessLookupError:
+        os._exit(1)
 
 
 def cache_path(device: torch.device, ranks: int = 1) -> Path:

@@ -15,7 +15,6 @@ an all-to-all each card carries what its own rank receives from other nodes, ``b
 import functools
 import json
 import math
-import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+from inductor_passes.runtime.whole_files import write_whole
 from simplefsdp.text.json_fields import parse_fields, parse_optional, parse_plain, parse_values, read_json
 from simplefsdp.text.messages import unknown
 
@@ -169,10 +169,7 @@ def network(name: str) -> Network:
 
 def save(thing: "Network | HardwareProfile", path: str | Path) -> None:
     """Write a network or profile as JSON. A reader of ``path`` meanwhile finds the old file, or all of the new one."""
-    path = Path(path)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(asdict(thing), indent=2) + "\n")
-    unfinished.replace(path)
+    write_whole(Path(path), json.dumps(asdict(thing), indent=2) + "\n")
 
 
 def load(path: str | Path) -> Network:

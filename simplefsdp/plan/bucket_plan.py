@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from inductor_passes.ops.wire_formats import GATHER_FORMATS, LEVELS, REDUCE_FORMATS, Encoding, milder
+from inductor_passes.runtime.whole_files import write_whole
 from inductor_passes.scheduling.issue_points import Bucket, Form, check_points
 from inductor_passes.scheduling.narrow import Narrowed
 from simplefsdp.text.json_fields import read_file
@@ -107,7 +108,7 @@ class BucketPlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, a line for each name, so that a ``diff`` shows what changed."""
-        Path(path).write_text(self.to_json())
+        write_whole(Path(path), self.to_json())
 
     def to_json(self) -> str:
         text = json.dumps({"version": _VERSION, "hash": self.hash, **self._fields()}, indent=1)

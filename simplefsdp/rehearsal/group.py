@@ -175,7 +175,7 @@ def _check(ranks: int, rank: int, network: Network | None) -> None:
     if ranks < 1:
         raise ValueError(f"ranks: expected a positive number, found {ranks}")
     if not 0 <= rank < ranks:
-        raise ValueError(f"rank {rank} is outside of a world of {ranks} ranks")
+        raise ValueError(f"rank: {rank} is outside of a world of {ranks} ranks")
     if network is not None and ranks > network.ranks:
         raise ValueError(f"ranks: {ranks}, but network {network.name!r} has {network.ranks}")
 

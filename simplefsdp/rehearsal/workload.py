@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,7 +104,19 @@ def model_factory(
     for option, value in (("--layers", layers), ("--activation-checkpointing", activation_checkpointing)):
         if value not in (None, "none"):
             raise ValueError(f"{option}: {model} has to see to that itself")
-    return imported("--model", model)
+    factory = imported("--model", model)
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise ValueError(f"--model {model}: expected a function without arguments: {error}") from None
+
+    def build() -> nn.Module:
+        made = factory()
+        if not isinstance(made, nn.Module):
+            raise ValueError(f"--model {model}: expected a torch.nn.Module from it, found a {type(made).__name__}")
+        return made
+
+    return build
 
 
 def imported(option: str, path: str) -> Callable[..., Any]:

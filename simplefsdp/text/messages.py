@@ -3,13 +3,17 @@
 import difflib
 from collections.abc import Iterable, Sequence
 
+_SHOWN = 20
+"""Number of valid names in a message; where there are more, the nearest."""
+
 
 def unknown(kind: str, name: object, valid: Iterable[str]) -> str:
     """'unknown <kind> <name>', the nearest valid name if there is one, and those that are valid."""
     names = list(valid)
     near = difflib.get_close_matches(str(name), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    shown = ", ".join(map(repr, names[:20])) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+    nearest = names if len(names) <= _SHOWN else difflib.get_close_matches(str(name), sorted(names), _SHOWN, cutoff=0)
+    shown = ", ".join(map(repr, nearest)) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     return f"unknown {kind} {name!r}{hint} (valid: {shown})"
 
 

@@ -35,7 +35,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: several parameters, or one. A parameter without a gradient counts as zero.
-        max_norm: the largest norm of all gradients.
+        max_norm: the largest norm of all gradients, at least 0.
         norm_type: a positive number; infinity for the largest absolute value.
         error_if_nonfinite: raise if the norm is not finite, before anything is scaled, on every rank.
         foreach: one kernel for many gradients; ``None``: where the device has such kernels.
@@ -44,13 +44,25 @@ def clip_grad_norm_(
         The norm before scaling: a 0-dim float32 tensor, the same on every rank.
 
     Raises:
-        ValueError: ``norm_type`` is not positive, or a gradient is a sum that was not reduced (``Partial``).
+        TypeError: an argument is of another type.
+        ValueError: ``max_norm`` is negative, ``norm_type`` is not positive, or a gradient is a sum that was not reduced
+            (``Partial``).
         RuntimeError: a gradient was added up and has not been reduced (``set_requires_gradient_sync(False)``);
             ``error_if_nonfinite``, and the norm is not finite; ``foreach``, and the device has no such kernels.
     """
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise TypeError(f"{name}: expected a number, found {value!r}")
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm: expected a number of at least 0, found {max_norm}")
     if not (norm_type := float(norm_type)) > 0:
         raise ValueError(f"norm_type: expected a positive number or infinity, found {norm_type}")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for param in parameters:
+        if not isinstance(param, Tensor):
+            raise TypeError(
+                f"parameters: expected those of a model, model.parameters(), found a {type(param).__name__}"
+            )
     if not parameters:
         return torch.tensor(0.0)
     check_reduced(parameters)

@@ -33,8 +33,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             parameters that are whole on every rank are those of the first rank.
 
     Raises:
+        TypeError: ``model`` is no module.
         RuntimeError: a weight is on ``meta``; the ranks call it for different models, or one does not come.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     state = getattr(model, "_orig_mod", model).state_dict(keep_vars=True)
     for name, value in state.items():
         if isinstance(value, Tensor) and value.is_meta:

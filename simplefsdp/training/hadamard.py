@@ -24,15 +24,16 @@ def hadamard_transform(x: Tensor, block: int | None = None, normalize: bool = Tr
         inplace: write the result into ``x``, which is contiguous and needs no gradient, and return ``x``.
 
     Raises:
-        TypeError: ``x`` is of another dtype.
+        TypeError: ``x`` is no tensor, or of another dtype.
         ValueError: ``block`` is no power of two in that range, or does not divide n; ``x`` is not contiguous and is to
             be written.
         RuntimeError: ``x`` needs a gradient and is to be written.
 
     Source: HadaCore (arXiv 2412.08832).
     """
-    if x.dtype not in DTYPES:
-        raise TypeError(f"x: expected float32, bfloat16 or float16, found {x.dtype}")
+    if not isinstance(x, Tensor) or x.dtype not in DTYPES:
+        found = x.dtype if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise TypeError(f"x: expected a tensor in float32, bfloat16 or float16, found {found}")
     if x.ndim == 0:
         raise ValueError("x: expected at least one dim, found a 0-dim tensor")
     size = x.shape[-1] if block is None else block

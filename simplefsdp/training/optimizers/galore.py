@@ -49,6 +49,8 @@ def galore(
         ValueError: a pattern names no parameter; a setting is out of range; the model has no hidden matrix.
         TypeError, RuntimeError: see ``distribute_optimizer``.
     """
+    if not isinstance(rank, int):
+        raise TypeError(f"rank: expected a number, found {rank!r}")
     hidden, rest = split_parameters(model, adamw, shortest_side=rank + 1)
     if not hidden:
         raise ValueError(f"rank: the model has no hidden matrix of a higher rank than {rank}")

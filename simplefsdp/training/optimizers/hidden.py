@@ -38,8 +38,13 @@ def split_parameters(
         shortest_side: a matrix with a shorter side is for AdamW too.
 
     Raises:
+        TypeError: ``model`` is no module, or ``adamw`` is no list.
         ValueError: a pattern names no parameter.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    if isinstance(adamw, str):
+        raise TypeError(f"adamw: expected a list of patterns, found {adamw!r}")
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     others = {name for pattern in adamw for name in matching("adamw", pattern, named)}
     hidden = {

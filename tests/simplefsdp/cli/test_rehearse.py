@@ -123,7 +123,7 @@ def test_a_tensor_parallel_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest
             "--tp: mesh: kv_heads = 4 cannot be dealt evenly to 8 ranks",
         ),
         (f"{TINY} {FAST} --ranks 0", "--ranks: expected a positive number, found 0"),
-        (f"{TINY} {FAST} --ranks 4 --rank 4", "rank 4 is outside of a world of 4"),
+        (f"{TINY} {FAST} --ranks 4 --rank 4", "rank: 4 is outside of a world of 4"),
         (f"{TINY} {FAST} --ranks 4 --batch -1", "--batch: expected a positive number, found -1"),
         (f"{TINY} --ranks 4 --alpha 0 --bandwidth 1", "--alpha: expected a positive number, found 0"),
         (f"{TINY} --ranks 4 --alpha 1 --bandwidth nan", "--bandwidth: expected a positive number, found nan"),

@@ -101,7 +101,8 @@ models = st.builds(
 )
 
 
-def _trains(model: Model) -> None:
+def trains_as_in_a_single_process(model: Model) -> None:
+    """Train ``model`` on a rank, and beside it in one process; raise ``AssertionError`` where they differ."""
     torch.manual_seed(0)
     same_steps(model.build, model.lowering, wrap=model.shard, tolerance=1e-4)
 
@@ -111,6 +112,6 @@ def test_random_models_train_as_in_a_single_process(two_ranks: Ranks) -> None:
     @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(models)
     def check(model: Model) -> None:
-        two_ranks.run(_trains, model)
+        two_ranks.run(trains_as_in_a_single_process, model)
 
     check()

@@ -1,13 +1,18 @@
 """Profiles in this user's cache."""
 
 import logging
+import multiprocessing
+import os
+import time
 
 import pytest
 import torch
 
+from simplefsdp.hardware import cache
 from simplefsdp.hardware.cache import cache_path, cached_profile_path
 from simplefsdp.hardware.profile import load_profile, save
 from tests.models import PROFILE
+from tests.ranks import METHOD
 
 CPU = torch.device("cpu")
 
@@ -28,3 +33,24 @@ def test_a_cached_profile_that_is_not_valid_is_set_aside_with_a_warning(tmp_path
     found = cached_profile_path(CPU, 2)
     assert found is not None
     assert load_profile(found) == PROFILE
+
+
+def _measure_for(pid: int) -> None:
+    os.environ[cache._OWNER] = str(pid)
+    cache.end_with_owner()
+    time.sleep(60)
+
+
+def test_a_process_that_measures_ends_with_the_rank_that_started_it():
+    context = multiprocessing.get_context(METHOD)
+    rank = context.Process(target=time.sleep, args=(60,), daemon=True)
+    rank.start()
+    assert rank.pid is not None
+    measures = context.Process(target=_measure_for, args=(rank.pid,), daemon=True)
+    measures.start()
+    measures.join(1)
+    assert measures.is_alive()
+    rank.kill()
+    rank.join()
+    measures.join(20)
+    assert measures.exitcode == 1

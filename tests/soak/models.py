@@ -1,0 +1,67 @@
+"""Models put together at random: they train as in a single process, and with the same bits under every plan."""
+
+import time
+import traceback
+from collections import Counter
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from torch import optim
+
+from tests.compare import vectors, whole
+from tests.models import PROFILE
+from tests.ranks import Ranks
+from tests.simplefsdp.frontend.test_random_models import Model, models, trains_as_in_a_single_process
+
+PLANS: dict[str, dict[str, Any]] = {
+    "none": {"plan": "none"},
+    "block": {"plan": "block"},
+    "auto": {"plan": "auto", "profile": PROFILE},
+}
+STEPS = 3
+
+
+def campaign(count: int) -> dict[str, Any]:
+    """Train ``count`` models on 2 ranks; return how many of each kind, and the smallest that is wrong, if any is."""
+    kinds: Counter[str] = Counter()
+    failures: list[str] = []
+    ranks = Ranks(2)
+
+    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @seed(int(time.strftime("%Y%m%d")))
+    @given(models)
+    def check(model: Model) -> None:
+        kinds.update([model.lowering, model.mode.split()[0], *(f"contains {kind}" for kind in {*model.tree.kinds()})])
+        ranks.run(trains_as_in_a_single_process, model)
+        if model.lowering != "eager":
+            ranks.run(_has_the_same_bits_under_every_plan, model)
+
+    try:
+        check()
+    except Exception:
+        failures.append(traceback.format_exc()[-5000:])
+    finally:
+        ranks.close()
+    return {"runs": count, "kinds": dict(sorted(kinds.items())), "failures": failures}
+
+
+def _has_the_same_bits_under_every_plan(model: Model) -> None:
+    trained = {name: _train(model, options) for name, options in PLANS.items()}
+    for name, params in trained.items():
+        for fqn, value in params.items():
+            assert torch.equal(value, trained["none"][fqn]), f"{fqn} differs under plan {name}"
+
+
+def _train(model: Model, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    sharded = model.shard(model.build())
+    forward = torch.compile(sharded, backend="simplefsdp", options={"lower_with": "aot_eager", **options})
+    optimizer = optim.SGD([param for param in sharded.parameters() if param.requires_grad], lr=0.05)
+    torch.manual_seed(1)
+    for step in range(STEPS):
+        forward(vectors(step, torch.distributed.get_rank())).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {fqn: whole(param) for fqn, param in sharded.named_parameters()}

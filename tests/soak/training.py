@@ -1,0 +1,148 @@
+"""Long training, and many trainings in one process: what grows, what is compiled again, what is left behind."""
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+
+from simplefsdp import clip_grad_norm_, simple_fsdp
+from simplefsdp.models.llama import CONFIGS, Llama
+from tests.models import PROFILE
+from tests.ranks import Ranks
+
+SETTLED = 200
+"""Steps before resources are first counted."""
+CYCLES = 50
+MB = 1 << 20
+
+
+def campaign(count: int) -> dict[str, Any]:
+    """Train ``count`` steps, and then ``CYCLES`` models one after the other, on 2 ranks; return the worst rank's
+    figures."""
+    found: dict[str, Any] = {"steps": count, "cycles": CYCLES}
+    for what in (_train, _drop):
+        ranks = Ranks(2, deadline_s=3600)
+        try:
+            of_each = ranks.run(what, count if what is _train else CYCLES)
+        finally:
+            ranks.close()
+        found |= {name: max((one[name] for one in of_each), key=abs) for name in of_each[0]}
+    found["failures"] = [
+        f"{name}: {found[name]}, at most {limit}" for name, limit in LIMITS.items() if found[name] > limit
+    ]
+    return found
+
+
+LIMITS = {
+    "compilations after the third step": 0,
+    "largest relative difference of the loss to eager": 1e-3,
+    "resident MB per 1,000 steps": 1.0,
+    "more descriptors": 0,
+    "more threads": 0,
+    "models left": 0,
+    "parameters left": 0,
+    "process groups left": 0,
+    "descriptors left per cycle": 0.0,
+    "threads left per cycle": 0.0,
+    "resident MB per cycle": 1.0,
+}
+"""The most that a figure may be."""
+
+
+def _build(options: dict[str, Any] | None) -> tuple[Any, Callable[[int], float]]:
+    """Return a sharded Llama and a function that trains a step on a batch drawn from the step's number."""
+    torch.manual_seed(0)
+    config = CONFIGS["debug"]
+    model: Any = simple_fsdp(Llama(config))
+    forward = model if options is None else torch.compile(model, backend="simplefsdp", options=options)
+    optimizer = AdamW(model.parameters(), lr=3e-4)
+
+    def step(number: int) -> float:
+        generator = torch.Generator().manual_seed(2 * number + dist.get_rank())
+        tokens = torch.randint(0, config.vocab_size // 4, (2, 33), generator=generator)
+        loss: Tensor = F.cross_entropy(forward(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return model, step
+
+
+def _resources() -> dict[str, float]:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "resident": pages * os.sysconf("SC_PAGE_SIZE") / MB,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "system threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+def _train(steps: int) -> dict[str, float]:
+    _, eager = _build(None)
+    expected = [eager(number) for number in range(steps)]
+    _, step = _build({"plan": "auto", "profile": PROFILE})
+    losses, compiled = [], 0
+    before: dict[str, float] = {}
+    for number in range(steps):
+        if number == 3:
+            compiled = _compilations()
+        if number == SETTLED:
+            before = _resources()
+        losses.append(step(number))
+    after = _resources()
+    return {
+        "compilations after the third step": _compilations() - compiled,
+        "largest relative difference of the loss to eager": max(
+            abs(loss / other - 1) for loss, other in zip(losses, expected, strict=True)
+        ),
+        "first loss": losses[0],
+        "last loss": losses[-1],
+        "resident MB per 1,000 steps": (after["resident"] - before["resident"]) / (steps - SETTLED) * 1000,
+        "more descriptors": after["descriptors"] - before["descriptors"],
+        "more threads": after["threads"] - before["threads"],
+    }
+
+
+def _compilations() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def _drop(cycles: int) -> dict[str, float]:
+    """Build, compile and train a model, drop it, and so on; count what is alive, and what grew since the fifth."""
+    alive: list[weakref.ref[Any]] = []
+    params: list[weakref.ref[nn.Parameter]] = []
+    before: dict[str, float] = {}
+    for cycle in range(cycles):
+        if cycle == 5:
+            before = _resources()
+            groups = len(dist.distributed_c10d._world.pg_map)
+        model, step = _build({"plan": "block", "lower_with": "aot_eager"})
+        for number in range(2):
+            step(number)
+        alive.append(weakref.ref(model))
+        params.extend(map(weakref.ref, model.parameters()))
+        del model, step
+        torch.compiler.reset()
+    after = _resources()
+    per_cycle = {name: (after[name] - before[name]) / (cycles - 5) for name in before}
+    return {
+        "models left": sum(ref() is not None for ref in alive),
+        "parameters left": sum(ref() is not None for ref in params),
+        "process groups left": len(dist.distributed_c10d._world.pg_map) - groups,
+        "resident MB per cycle": per_cycle["resident"],
+        "descriptors left per cycle": per_cycle["descriptors"],
+        "threads left per cycle": per_cycle["threads"],
+    }
