@@ -11,7 +11,7 @@ PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile
 ARGS ?=
 INSTALLED = $(VENV)/.installed
 
-.PHONY: train test test-all test-gpu-structure gpu-structure lint bench docs clean
+.PHONY: train test test-all test-gpu-structure gpu-structure soak lint bench docs clean
 
 train: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) -m examples.train $(ARGS)
@@ -29,6 +29,13 @@ test-gpu-structure:
 gpu-structure: $(INSTALLED)
 	TRITON_CACHE_DIR=$(abspath $(VENV))/triton TORCHINDUCTOR_CACHE_DIR=$(abspath $(VENV))/inductor \
 	$(VENV)/bin/python -m simplefsdp.null_gpu -m pytest tests/null_gpu -n 2 --dist loadgroup $(ARGS)
+
+# The campaigns of RELIABILITY.md: two hours. ARGS="death --runs 10" runs a part of one.
+CAMPAIGNS = disagreement death models training cache files
+soak: $(INSTALLED)
+	for campaign in $(if $(ARGS),"$(ARGS)",$(CAMPAIGNS)); do \
+		$(VENV)/bin/python -m tests.soak $$campaign || exit 1; \
+	done
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

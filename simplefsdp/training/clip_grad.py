@@ -51,9 +51,9 @@ def clip_grad_norm_(
             ``error_if_nonfinite``, and the norm is not finite; ``foreach``, and the device has no such kernels.
     """
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if not hasattr(value, "__float__"):
             raise TypeError(f"{name}: expected a number, found {value!r}")
-    if not max_norm >= 0:
+    if not (max_norm := float(max_norm)) >= 0:
         raise ValueError(f"max_norm: expected a number of at least 0, found {max_norm}")
     if not (norm_type := float(norm_type)) > 0:
         raise ValueError(f"norm_type: expected a positive number or infinity, found {norm_type}")

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-CAMPAIGNS = {"disagreement": 200, "death": 100, "models": 2000, "files": 10_000, "training": 2000}
+CAMPAIGNS = {"disagreement": 200, "death": 100, "models": 2000, "files": 10_000, "training": 2000, "cache": 99}
 """How many runs each campaign has."""
 
 

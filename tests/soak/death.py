@@ -39,8 +39,8 @@ from tests.soak.differences import WIDTH, net
 TIMEOUT_S = 10
 """Timeout of the process group."""
 LIMIT_S = 45
-"""Seconds after which a survivor must have ended: gloo waits 30 for a rank that died before they were connected, whatever
-the timeout, and 10 are left to ranks that come late."""
+"""Seconds after which a survivor must have ended: gloo waits 30 for a rank that died before they were connected,
+whatever the timeout, and 10 are left to ranks that come late."""
 CALIBRATION_S = 150
 """Seconds that a survivor may take longer where it measures the machine after the other rank's death."""
 ORPHAN_S = 15
@@ -119,9 +119,9 @@ def _live(
     be_frugal()
     os.environ |= {MARK: store, "LOCAL_WORLD_SIZE": "2", "XDG_CACHE_HOME": str(folder / "cache")}
     timeout = timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
-    life = _Life(kill, durations)
     try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
+        life = _Life(kill, durations)
         _train(life, folder, is_compiled, calibrates=kill is not None and kill.phase == "calibrate")
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")

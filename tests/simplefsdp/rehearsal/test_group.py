@@ -310,7 +310,7 @@ def test_worlds_that_cannot_be_are_named() -> None:
     worlds: dict[str, dict[str, Any]] = {
         "ranks: expected a positive number, found 0": {"ranks": 0},
         "rank: 4 is outside of a world of 4 ranks": {"ranks": 4, "rank": 4},
-        "rank -1 is outside": {"ranks": 4, "rank": -1},
+        "rank: -1 is outside": {"ranks": 4, "rank": -1},
         "ranks: 9, but network 'fast' has 8": {"ranks": 9},
         "unknown network 'fst'": {"ranks": 4, "network": "fst"},
     }

@@ -113,7 +113,12 @@ def test_an_outlier_spreads_over_its_block() -> None:
         (torch.ones(2, 65536), {}, ValueError, "the last dim of x: expected a power of two from 2 to 32768"),
         (torch.ones(2, 1), {}, ValueError, "found 1"),
         (torch.tensor(1.0), {}, ValueError, "x: expected at least one dim"),
-        (torch.ones(2, 4, dtype=torch.float64), {}, TypeError, "x: expected float32, bfloat16 or float16, found"),
+        (
+            torch.ones(2, 4, dtype=torch.float64),
+            {},
+            TypeError,
+            "x: expected a tensor in float32, bfloat16 or float16, found",
+        ),
         (torch.ones(4, 2).t(), {"inplace": True, "block": 2}, ValueError, "inplace: expected a contiguous x"),
         (torch.ones(2, 4, requires_grad=True), {"inplace": True}, RuntimeError, "inplace: x needs a gradient"),
     ],
