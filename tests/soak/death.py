@@ -38,9 +38,8 @@ from tests.soak.differences import WIDTH, net
 
 TIMEOUT_S = 10
 """Timeout of the process group."""
-LIMIT_S = 45
-"""Seconds after which a survivor must have ended: gloo waits 30 for a rank that died before they were connected,
-whatever the timeout, and 10 are left to ranks that come late."""
+LIMIT_S = 5 * TIMEOUT_S + 15
+"""Seconds after which a survivor must have ended: gloo waits five timeouts for a rank that dies as they connect."""
 CALIBRATION_S = 150
 """Seconds that a survivor may take longer where it measures the machine after the other rank's death."""
 ORPHAN_S = 15
