@@ -45,6 +45,7 @@ from simplefsdp.frontend.validation import (
     check_types,
     check_wire,
     check_wire_format,
+    refuse_other_wrappers,
 )
 from simplefsdp.frontend.wire_format import WireFormat
 from simplefsdp.plan.grouping import blocks
@@ -263,6 +264,7 @@ def simple_fsdp(
             model.register_load_state_dict_post_hook(tie_again)
         model._simple_fsdp.model = sharded_model
     compare_before_steps()
+    refuse_other_wrappers()
     return model
 
 

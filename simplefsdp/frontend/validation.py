@@ -1,5 +1,6 @@
 """Checks of ``simple_fsdp``, before anything is changed and before any collective; and warnings of compilations."""
 
+import functools
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
@@ -146,7 +148,8 @@ def check_mode(mode: str | None, mesh: DeviceMesh | None) -> str:
     return mode
 
 
-_DATA_PARALLEL = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+_WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
+_DATA_PARALLEL = (*_WRAPPERS, FSDPModule)
 
 
 def check_modules(model: nn.Module) -> None:
@@ -161,6 +164,24 @@ def check_modules(model: nn.Module) -> None:
         reason = _why_not(module) or _view_of(params, module)
         if reason is not None:
             raise ValueError(f"{name or 'model'} ({type(module).__name__}): {reason}")
+
+
+@functools.cache
+def refuse_other_wrappers() -> None:
+    """Let ``DistributedDataParallel`` and ``FullyShardedDataParallel`` raise when they are given a sharded model.
+
+    Both put the model into themselves before they communicate.
+    """
+
+    def check(module: nn.Module, _name: str, inner: nn.Module | None) -> None:
+        parts = inner.modules() if inner is not None and isinstance(module, _WRAPPERS) else ()
+        if any(isinstance(part, ShardedModule) for part in parts):
+            raise ValueError(
+                f"{type(module).__name__}: its model is data parallel by simple_fsdp already; train "
+                "it as it is. mode='replicate' and mode='hybrid_shard' of simple_fsdp() make replicas"
+            )
+
+    register_module_module_registration_hook(check)
 
 
 def _why_not(module: nn.Module) -> str | None:
