@@ -1,8 +1,6 @@
 """Order respects what nodes need and puts each collective where its plan says, on FX graphs and kernels."""
 
-import ast
 import itertools
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,21 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import nn
-from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
-from inductor_passes import inductor_order as scheduler
 from inductor_passes import order as order_pass
-from inductor_passes.collectives import FQNS
 from inductor_passes.ops.pack import UNPACK_WEIGHTS
 from inductor_passes.order import check_order, order
-from inductor_passes.runtime.record import Record
 from inductor_passes.scheduling.issue_points import Bucket, PlanError
 from inductor_passes.scheduling.order_items import OrderItem, first_uses, graph_items
-from inductor_passes.torch_compat.inductor import NO_OTHER_REORDERING
 from simplefsdp import BucketPlan, manual_plan, simple_fsdp
-from simplefsdp.compile import passes as compilation
-from tests.graphs import WAIT, called_code, capture
+from tests.graphs import WAIT, capture
 from tests.models import batch, tiny_llama
 
 
@@ -300,19 +292,6 @@ def test_all_members_are_taken_out_of_an_unpacked_bucket_at_once():
             assert set(nodes[place : place + len(unpack.users)]) == set(unpack.users)
 
 
-@pytest.mark.compile
-@pytest.mark.usefixtures("one_of_four")
-def test_kernels_that_were_not_put_in_order_are_an_error(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(scheduler, "order", lambda items: list(range(len(items))))
-    compiled = torch.compile(_three_layers(), backend="simplefsdp", options={"plan": "block"})
-    with (
-        torch._inductor.config.patch(force_disable_caches=True),
-        pytest.raises(Exception, match="the plan is not carried out: at node"),
-    ):
-        compiled(torch.ones(4, 8))
-
-
 def test_an_order_against_the_plan_is_an_error_that_names_the_node():
     program = Program()
     weight = _add_gather(program, Bucket(("a",), None, "a"))["a"]
@@ -482,94 +461,3 @@ all-reduce 0.weight + 0
 wait 1.weight
 wait 0.weight""",
         )
-
-
-@pytest.mark.usefixtures("one_of_four")
-@pytest.mark.slow
-def test_the_code_that_inductor_generates_has_the_order_of_the_graph():
-    model = simple_fsdp(tiny_llama(layers=3))
-    captured = capture(model, *batch(0, 0), plan="block")
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="simplefsdp", options={"plan": "block"})
-    # Also where the user has switched on all that moves kernels.
-    with torch._inductor.config.patch({"force_disable_caches": True, **dict.fromkeys(NO_OTHER_REORDERING, True)}):
-        _, codes = run_and_get_code(lambda: compiled(*batch(0, 0)).backward())
-    assert len(codes) == 2
-    calls = re.compile(r"(all_gather_into_tensor|reduce_scatter_tensor|wait_tensor|mm)(?:\.default)?\(")
-    for code, graph in zip(codes, (captured.forward, captured.backward), strict=True):
-        expected = [str(node.target).split(".")[-2] for node in graph.nodes if calls.search(f"{node.target}(")]
-        assert "= body_0(" in code
-        body = called_code(code)
-        assert calls.findall(body) == expected
-        # Ranks compare this order, before the first of its collectives.
-        agreement = body.split("all_gather_into_tensor.default(", 1)[0]
-        text = re.search(r"simplefsdp\.agree\.default\(\w+, ('.*')\)", agreement)
-        found = Record.from_json(ast.literal_eval(text[1]))
-        marked = [node for node in graph.nodes if FQNS in node.meta]
-        assert [one.fqns for one in found.issued] == [node.meta[FQNS] for node in marked]
-        assert len(found.order) == 2 * len(marked)
-
-
-class _SumOfWeights(nn.Module):
-    """Two weights with one gradient, which one mesh all-reduces and the other reduce-scatters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.replicated, self.sharded = (nn.Linear(8, 8, bias=False) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(self.inner(x), self.replicated.weight + self.sharded.weight).square().sum()
-
-
-def _code_of_sum_of_weights() -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    model = _SumOfWeights()
-    simple_fsdp(model.replicated, mesh["a"], mode="replicate")
-    simple_fsdp(model, mesh["b"])
-    torch._dynamo.reset()
-    options: Any = {"plan": manual_plan(["replicated", "sharded", "inner"], prefetch=2)}
-    compiled = torch.compile(model, backend="simplefsdp", options=options)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        _, codes = run_and_get_code(lambda: compiled(torch.ones(4, 8)).backward())
-    return codes[-1]
-
-
-@pytest.mark.subprocess
-@pytest.mark.compile
-@pytest.mark.usefixtures("one_of_four")
-def test_no_all_reduce_works_in_place_on_what_another_collective_reads():
-    reductions = r"_c10d_functional\.(?:all_reduce_|reduce_scatter_tensor)\.default\((\w+)"
-    inputs = re.findall(reductions, _code_of_sum_of_weights())
-    assert len(inputs) == len(set(inputs)) == 3
-
-
-@pytest.mark.subprocess
-@pytest.mark.compile
-@pytest.mark.usefixtures("one_of_four")
-def test_a_kernel_that_overwrites_what_a_collective_reads_does_not_pass_it(monkeypatch):
-    monkeypatch.setattr(compilation, "let_none_work_in_place_on_the_input_of_another", lambda _graph: None)
-    with pytest.raises(Exception, match=r"PlanError: plan: the bucket of sharded.weight .* cannot be carried out"):
-        _code_of_sum_of_weights()
-
-
-@pytest.mark.compile
-@pytest.mark.usefixtures("one_of_four")
-def test_a_gradient_that_two_members_of_a_bucket_share_counts_for_both():
-    model = simple_fsdp(_SumOfWeights())
-    plan = manual_plan([["replicated", "sharded"], "inner"])
-    backward = capture(model, torch.ones(4, 8), plan=plan).backward
-    (packed,) = (item for item in graph_items(backward)[1] if item.kind == "pack")
-    assert [fqn for _, fqn in packed.gradients] == ["replicated.weight", "sharded.weight"]
-    assert len({position for position, _ in packed.gradients}) == 1
-
-
-@pytest.mark.compile
-@pytest.mark.usefixtures("one_of_four")
-@pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
-def test_only_an_all_reduce_whose_input_another_collective_reads_gets_a_copy(mode):
-    model = simple_fsdp(_SumOfWeights() if mode == "fully_shard" else nn.Linear(8, 8), mode=mode)
-    plan = manual_plan(["*"])
-    if mode == "fully_shard":
-        plan = manual_plan(["replicated", "sharded", "inner"])
-    backward = capture(model, torch.ones(4, 8), plan=plan).backward
-    assert not backward.find_nodes(op="call_function", target=torch.ops.aten.clone.default)

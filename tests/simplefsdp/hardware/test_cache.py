@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -54,3 +55,21 @@ def test_a_process_that_measures_ends_with_the_rank_that_started_it():
     rank.join()
     measures.join(20)
     assert measures.exitcode == 1
+
+
+def test_jobs_that_start_at_once_measure_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+    measured = []
+
+    def measure(path, ranks):
+        measured.append(ranks)
+        time.sleep(0.2)  # while the other job asks for the lock
+        save(PROFILE, path)
+
+    monkeypatch.setattr(cache, "_measure_in_own_processes", measure)
+    with ThreadPoolExecutor(2) as jobs:
+        found = list(jobs.map(lambda _: cache.measure_on_first_use(CPU, 2), range(2)))
+    assert measured == [2]
+    assert found == [cache_path(CPU, 2)] * 2
