@@ -132,7 +132,7 @@ BREAKS: dict[str, Callable[[Path], Any]] = {
 
 def campaign(count: int) -> dict[str, Any]:
     """Try the first ``count`` changes, and what can be broken; return which were not as they must be."""
-    found: dict[str, Any] = {"must miss": 0, "must hit": 0, "broken entries": 0, "failures": []}
+    found: dict[str, Any] = {"runs": 0, "must miss": 0, "must hit": 0, "broken entries": 0, "failures": []}
     with tempfile.TemporaryDirectory() as folder:
         first = _run("nothing", folder)
         cases = [*(("must miss", name) for name in MISSES), *(("must hit", name) for name in HITS)]
@@ -156,6 +156,7 @@ def campaign(count: int) -> dict[str, Any]:
 
 
 def _note(found: dict[str, Any], name: str, is_right: bool, result: Result) -> None:
+    found["runs"] += 1
     print(f"{name}: {result.hits} hits, {result.misses} misses", flush=True)
     if not is_right:
         found["failures"].append(f"{name}: {result.hits} hits, {result.misses} misses")

@@ -12,7 +12,7 @@ from tests.simplefsdp.cli.test_broken_files import READERS, check_reader
 def campaign(count: int) -> dict[str, Any]:
     """Break each kind of file in ``count`` ways; return how many were refused, and the first that was not handled."""
     logging.getLogger("simplefsdp").setLevel(logging.ERROR)  # most files differ from their hash
-    figures: dict[str, Any] = {"runs": count, "files": len(READERS), "failures": []}
+    figures: dict[str, Any] = {"runs": count * len(READERS), "readers": len(READERS), "failures": []}
     for name, load in READERS:
         with tempfile.TemporaryDirectory() as folder:
             try:

@@ -33,7 +33,7 @@ def campaign(count: int) -> dict[str, Any]:
     """Train ``count`` steps, and then ``CYCLES`` models one after the other, on 2 ranks; return the worst rank's
     figures."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
-    found: dict[str, Any] = {"steps": count, "cycles": CYCLES}
+    found: dict[str, Any] = {"runs": count + CYCLES, "steps": count, "models": CYCLES}
     for what in (_train, _drop):
         ranks = Ranks(2, deadline_s=3600)
         try:
