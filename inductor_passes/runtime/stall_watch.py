@@ -11,10 +11,10 @@ Each rank keeps a history of what it has issued for each process group (``histor
 compiled graphs, steps of optimizers. A rank without anything new for ``_CONFLICT_S`` seconds compares its history
 with the longest one that a rank has published, and publishes its own where that is longer: a request or two to the
 store, however many ranks there are. Histories that differ at one place are proof of a mistake that no waiting mends.
-All ranks of the group log it as an error, and a rank that waits at the store raises it. A rank compares again after
-twice the time, and so on: two ranks that come to a halt together may each have published too late for the other. A
-rank that waits inside of a collective cannot be made to raise (``ProcessGroupGloo.abort`` does not end a wait): it
-raises when a peer ends, or at the timeout.
+All ranks of the group log it as an error and publish it for their other groups, and a rank that waits at the store
+raises it. A rank compares again after half as long again, and so on: two ranks that come to a halt together may each
+have published too late for the other. A rank that waits inside of a collective cannot be made to raise
+(``ProcessGroupGloo.abort`` does not end a wait): it raises when a peer ends, or at the timeout.
 """
 
 import json
@@ -109,7 +109,7 @@ def _watch() -> None:
                 comparisons, next_comparison_s = {}, _CONFLICT_S
             elif dist.is_initialized() and not known_conflict():
                 if now - since > next_comparison_s:
-                    next_comparison_s *= 2
+                    next_comparison_s *= 1.5
                     _compare_histories(comparisons)
                 if now - since > _STALL_S and not is_told:
                     _publish(json.dumps(position))
@@ -162,12 +162,15 @@ class _Comparison:
         _, mine, its = first_difference(self.graphs[own].split("\n"), theirs.split("\n"))
         return f", which differ in {mine} and {its}"
 
-    def wait_until_told(self) -> None:
-        """Wait until all ranks of the group know of the conflict, or for some seconds."""
-        leave, told = time.monotonic() + _TELLING_S, self.store.add("told", 1)
-        while told < len(self.ranks) and time.monotonic() < leave:
+    def tell(self, reason: str) -> None:
+        """Publish how two ranks differ, of this group or of another one of this rank's, and that this rank knows."""
+        self.store.compare_set("conflict", "", reason)
+        self.store.add("told", 1)
+
+    def wait_until_told(self, leave: float) -> None:
+        """Wait until all ranks of the group know of the conflict, or until ``leave``, seconds of ``time.monotonic``."""
+        while self.store.add("told", 0) < len(self.ranks) and time.monotonic() < leave:
             time.sleep(0.05)
-            told = self.store.add("told", 0)
 
 
 def _compare_histories(comparisons: dict[str, _Comparison]) -> None:
@@ -179,12 +182,15 @@ def _compare_histories(comparisons: dict[str, _Comparison]) -> None:
         is_new = known is None or (known.epoch, known.mine.total) != (epoch(), history.count)
         if is_new and ranks in stores:
             comparisons[group] = _Comparison(group, ranks, stores[ranks], history)
-    for comparison in comparisons.values():
-        if comparison.epoch == epoch() and (reason := comparison.conflict()):
-            log.error("rank %d: %s", dist.get_rank(), reason)
-            comparison.wait_until_told()
-            declare_conflict(reason, comparison.epoch)
-            return
+    here = [comparison for comparison in comparisons.values() if comparison.epoch == epoch()]
+    if reason := next(filter(None, (comparison.conflict() for comparison in here)), ""):
+        log.error("rank %d: %s", dist.get_rank(), reason)
+        for comparison in here:  # ranks of other rows of a mesh wait too, and would not hear of a conflict in this one
+            comparison.tell(reason)
+        leave = time.monotonic() + _TELLING_S
+        for comparison in here:
+            comparison.wait_until_told(leave)
+        declare_conflict(reason, here[0].epoch)
 
 
 def _stores() -> list[tuple[tuple[int, ...], Any]]:

@@ -1,6 +1,7 @@
 """Ranks that wait for each other are told how they differ, or where each of them is."""
 
 import logging
+import math
 import re
 import time
 from datetime import timedelta
@@ -57,11 +58,12 @@ def test_ranks_that_wait_for_each_other_are_told_where_they_are(two_ranks: Ranks
     assert forward in on_1.partition("rank 0 last issued")[2]
 
 
-def _issues_otherwise(compiled: bool, freezes: bool) -> tuple[list[str], str]:
-    """Train two steps; before the second one rank 1 freezes a layer or evaluates. Return errors logged and raised."""
+def _issues_otherwise(compiled: bool, freezes: bool, shape: tuple[int, ...]) -> tuple[list[str], str]:
+    """Train two steps; before the second, one rank freezes a layer or evaluates. Return errors, logged and raised."""
     stall_watch._CONFLICT_S, stall_watch._INTERVAL_S = 0.5, 0.05
-    mesh = init_device_mesh("cpu", (2,))
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4), mesh.get_group())
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    for group in mesh.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=6), group)
     torch.manual_seed(0)
     model: Any = simple_fsdp(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3))), mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -71,7 +73,7 @@ def _issues_otherwise(compiled: bool, freezes: bool) -> tuple[list[str], str]:
     logging.getLogger("simplefsdp").addHandler(messages)
     try:
         for step in range(2):
-            is_odd = bool(step and dist.get_rank())
+            is_odd = step > 0 and dist.get_rank() == mesh.size() - 1
             model[1].weight.requires_grad_(not (is_odd and freezes))
             if is_odd and not freezes:
                 with torch.no_grad():
@@ -85,18 +87,21 @@ def _issues_otherwise(compiled: bool, freezes: bool) -> tuple[list[str], str]:
     return messages.found, raised
 
 
-@pytest.mark.parametrize(("compiled", "freezes"), [(False, True), (True, True), (True, False)])
-def test_ranks_that_issue_different_things_are_told_which(compiled: bool, freezes: bool) -> None:
-    ranks = Ranks(2)  # what these wait for in gloo ends with their connections
+@pytest.mark.parametrize(
+    ("compiled", "freezes", "shape"),
+    [(False, True, (2,)), (True, True, (2,)), (True, False, (2,)), (False, True, (2, 2))],
+)
+def test_ranks_that_issue_different_things_are_told_which(
+    compiled: bool, freezes: bool, shape: tuple[int, ...]
+) -> None:
+    ranks = Ranks(math.prod(shape))  # what these wait for in gloo ends with their connections
     try:
-        told = ranks.run(_issues_otherwise, compiled, freezes)
+        told = ranks.run(_issues_otherwise, compiled, freezes, shape)
     finally:
         ranks.close()
     assert all(raised for _, raised in told)
     texts = ["; ".join(logged) for logged, _ in told]
-    assert all(
-        re.search(r"ranks [01] and [01] have issued different things, and wait for each other", t) for t in texts
-    )
+    assert all(re.search(r"ranks \d and \d have issued different things, and wait for each other", t) for t in texts)
     if compiled:
         difference = "1.weight: torch.float32 frozen" if freezes else "'graph: inference'"
         assert all("the compiled forward graph" in text and difference in text for text in texts)
