@@ -26,7 +26,8 @@ class Block(NamedTuple):
 
 def pages() -> dict[str, str]:
     """The text of every page, by its path in the repository."""
-    paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "RELIABILITY.md")]
+    paths = [*top, *sorted((ROOT / "docs").rglob("*.md"))]
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
 
 

@@ -18,6 +18,7 @@ from simplefsdp.compile.options import Options
 from simplefsdp.frontend.fsdp_methods import FSDPMethods
 from tests.docs.pages import ROOT, pages, rows, section
 from tests.docs.test_blocks import command_parsers
+from tests.soak.__main__ import CAMPAIGNS
 
 PAGES = pages()
 STATES = {"tested on CPU", "structure checked", "refused", "run on a GPU", "run by hand", "not run"}
@@ -271,3 +272,16 @@ def test_the_site_builds_strictly(tmp_path):
         assert name in built
     assert "<!-- table of public names -->" not in built
     assert "<!-- layers of tests/test_structure.py -->" not in built
+
+
+def test_the_figures_of_reliability_are_those_of_the_committed_results():
+    page = PAGES["RELIABILITY.md"]
+    table = {re.sub(r"\W", " ", row[0]).split()[0]: row for row in rows(page.split("\n## ")[0])}
+    assert {re.findall(r"soak (\w+)", row[3])[0] for row in table.values() if "soak" in row[3]} == {*CAMPAIGNS}
+    for row in table.values():
+        if "soak" in row[3]:
+            (campaign,) = re.findall(r"soak (\w+)", row[3])
+            found = json.loads((ROOT / f"benchmarks/results/reliability-{campaign}.json").read_text())
+            assert [row[1], row[2]] == [f"{found['runs']:,}", str(len(found["failures"]))], campaign
+    misuses = (ROOT / "tests/simplefsdp/misuses.txt").read_text().splitlines()
+    assert table["misuses"][1] == str(sum(not line.startswith(" ") for line in misuses))
