@@ -55,9 +55,9 @@ def _train(rank: int, port: int, parameters: int, options: dict[str, Any] | None
     store = dist.TCPStore("localhost", port, 2, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     clock = _Clock()
-    eager_order._note = clock.wrap(eager_order._note)
-    eager_order.compare_order = clock.wrap(eager_order.compare_order)
-    agreement.note = clock.wrap(agreement.note)
+    for name in ("_note", "_groups_of", "history", "compare_order"):
+        setattr(eager_order, name, clock.wrap(getattr(eager_order, name)))
+    agreement.history = clock.wrap(agreement.history)
     torch.manual_seed(0)
     model: Any = simple_fsdp(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(parameters))))
     forward: Any = model if options is None else torch.compile(model, backend="simplefsdp", options=options)

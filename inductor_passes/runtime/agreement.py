@@ -120,7 +120,10 @@ _worlds: weakref.WeakKeyDictionary[Any, _World] = weakref.WeakKeyDictionary()
 
 
 def _world() -> _World:
-    return _worlds.setdefault(default_store(), _World())
+    store = default_store()
+    if (world := _worlds.get(store)) is None:
+        world = _worlds[store] = _World()
+    return world
 
 
 graph_observers: list[Callable[[Record], None]] = []
@@ -137,7 +140,7 @@ def agree(_any: Tensor, text: str) -> Tensor:
     record = agreed.get(text) or Record.from_json(text)
     for group, what in record.noted.items():
         _world().begun[what] = record
-        note(group, what)
+        history(group).add(what)
     if text not in agreed:
         compare(record.compared())
         agreed[text] = record
@@ -203,13 +206,13 @@ def compare(lines: Mapping[str, Sequence[str]], deadline_s: float | None = None,
         _Meeting(records, dist.get_rank(), world, default_store(), seconds, subject).hold()
 
 
-def note(group: str, what: str) -> None:
-    """Note that this rank is about to issue something for the process group of this name."""
-    _world().histories.setdefault(group, History()).add(what)
+def history(group: str) -> History:
+    """Return the history of this rank and the process group of this name, to which is added what this rank issues."""
+    return _world().histories.setdefault(group, History())
 
 
 def histories() -> dict[str, History]:
-    """Return what this rank has issued, by name of the process group."""
+    """Return this rank's histories by name of the process group."""
     return dict(_world().histories)
 
 
@@ -251,7 +254,8 @@ def forget_failures() -> None:
     To be called on all ranks, once all of them have raised.
     """
     world = _world()
-    world.histories.clear()
+    for one in world.histories.values():
+        one.clear()
     world.conflict, world.epoch = "", world.epoch + 1
     for ranks, rendezvous in world.rendezvous_of.items():
         world.known_failures.update(_get(rendezvous, f"failed/{rank}") for rank in ranks)

@@ -33,6 +33,11 @@ class History:
         self._recent.append(what)
         self.count += 1
 
+    def clear(self) -> None:
+        """Begin anew."""
+        self.count = 0
+        self._recent.clear()
+
     def end(self, rank: int) -> HistoryEnd:
         """Return the end of the history of this rank, which another thread may be adding to."""
         while True:

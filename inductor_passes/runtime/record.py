@@ -70,17 +70,19 @@ class Record:
         issued = tuple(RecordedCollective._make(one)._replace(fqns=tuple(one[-1])) for one in fields["issued"])
         return cls(**{**fields, **lists, "issued": issued})
 
+    @property
+    def title(self) -> str:
+        """A noun phrase for the graph; graphs of a model in one direction may share it."""
+        fqns = next((one.fqns for one in self.issued if one.fqns), ("no parameter",))
+        return f"the compiled {self.direction} graph whose first collective is of {fqns[0]}"
+
     @cached_property
     def noted(self) -> dict[str, str]:
         """For each process group, the text that its ranks note when the graph begins; the same if they agree."""
-        fqns = next((one.fqns for one in self.issued if one.fqns), ("no parameter",))
         digests = {
             group: hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8] for group, lines in self.compared().items()
         }
-        return {
-            group: f"the compiled {self.direction} graph {digest} whose first collective is of {fqns[0]}"
-            for group, digest in digests.items()
-        }
+        return {group: f"{self.title} ({digest})" for group, digest in digests.items()}
 
     def compared(self) -> dict[str, list[str]]:
         """Return, for each process group, the lines that its ranks must have in common."""

@@ -9,14 +9,16 @@ not read before. Nothing is raised here: the process group's own timeout does th
 [Note: conflicts of histories]
 Each rank keeps a history of what it has issued for each process group (``history.py``): collectives of eager code,
 compiled graphs, steps of optimizers. A rank without anything new for ``_CONFLICT_S`` seconds compares its history
-with the longest one that a rank has published, and publishes its own where that is longer: a request or two to the
-store, however many ranks there are. Histories that differ at one place are proof of a mistake that no waiting mends.
-All ranks of the group log it as an error and publish it for their other groups, and a rank that waits at the store
-raises it. A rank compares again after half as long again, and so on: two ranks that come to a halt together may each
-have published too late for the other. A rank that waits inside of a collective cannot be made to raise
-(``ProcessGroupGloo.abort`` does not end a wait): it raises when a peer ends, or at the timeout.
+with the longest one that a rank has published, and publishes its own where that is longer: a few requests to the
+store, however many ranks there are. Ranks whose histories are the same compare digests, and read nothing else.
+Histories that differ at one place are proof of a mistake that no waiting mends. All ranks of the group log it as an
+error and publish it for their other groups, and a rank that waits at the store raises it. A rank compares again after
+half as long again, and so on: two ranks that come to a halt together may each have published too late for the other. A
+rank that waits inside of a collective cannot be made to raise (``ProcessGroupGloo.abort`` does not end a wait): it
+raises when a peer ends, or at the timeout.
 """
 
+import hashlib
 import json
 import logging
 import threading
@@ -36,7 +38,6 @@ from inductor_passes.runtime.agreement import (
     noted_graphs,
 )
 from inductor_passes.runtime.history import History, HistoryEnd, first_conflict
-from inductor_passes.runtime.record import Record
 from inductor_passes.torch_compat.distributed import group_ranks
 
 log = logging.getLogger("simplefsdp")
@@ -76,12 +77,7 @@ def advance(what: str) -> None:
     _progress.position = _Position(_progress.position.number + 1, what)
 
 
-def _note_graph(record: Record) -> None:
-    first = next((one.fqns[0] for one in record.issued if one.fqns), "no parameter")
-    advance(f"the compiled {record.direction} graph whose first collective is of {first}")
-
-
-graph_observers.append(_note_graph)
+graph_observers.append(lambda record: advance(record.title))
 
 
 def start() -> None:
@@ -126,6 +122,7 @@ class _Comparison:
         self.epoch = epoch()
         self.store = dist.PrefixStore(f"history/{self.epoch}/{group}", store.clone())
         self.mine = history.end(dist.get_rank())
+        self.digest = hashlib.sha256("\n".join(self.mine.recent).encode()).hexdigest()
         self.graphs = noted_graphs(group)
         self.is_done = False
 
@@ -138,9 +135,12 @@ class _Comparison:
         for what in {*self.mine.recent} & self.graphs.keys():
             if not self.store.check([what]):
                 self.store.set(what, self.graphs[what])
-        text = json.dumps(self.mine)
-        published = self.store.compare_set("longest", "", text).decode()
-        rank, total, recent = json.loads(published)
+        published = self.store.compare_set("longest", "", self._published()).decode()
+        rank, total, digest = json.loads(published)
+        if (total, digest) == (self.mine.total, self.digest):
+            self.is_done = True
+            return ""
+        recent = json.loads(self.store.get(digest))
         if found := first_conflict(self.mine, HistoryEnd(rank, total, tuple(recent))):
             number, own, other = found
             settings = self._difference_of_graphs(own, other)
@@ -150,9 +150,14 @@ class _Comparison:
                 f"{other!r}{settings}. All ranks must use the same layers, steps and settings in the same order"
             )
             return str(self.store.compare_set("conflict", "", reason).decode())
-        longer = self.mine.total > total
+        longer, text = self.mine.total > total, self._published()
         self.is_done = not longer or self.store.compare_set("longest", published, text).decode() == text
         return ""
+
+    def _published(self) -> str:
+        """Publish this rank's history under its digest, and return the few words that stand for it."""
+        self.store.compare_set(self.digest, "", json.dumps(self.mine.recent))
+        return json.dumps([self.mine.rank, self.mine.total, self.digest])
 
     def _difference_of_graphs(self, own: str, other: str) -> str:
         """Return what two graphs differ in, as far as both are known."""

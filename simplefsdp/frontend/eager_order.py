@@ -6,11 +6,14 @@ decide differently (a block that one rank skips, an expert that one rank uses, a
 each other's weights and gradients for their own where sizes fit. So each rank notes the collectives of parameters that
 it issues, for each process group, as a running digest. Before an optimizer steps on sharded parameters, each rank
 counts itself at the store under its digest since the last step, and goes on once all ranks of the group are counted
-there. A rank that has waited for a second also publishes what it has issued; ranks with different digests find the
-first difference.
+there. A rank of several groups (hybrid sharding) then counts itself as agreed in each of them, and goes on once all
+ranks of its groups are: a rank in another row of the mesh would step before it heard of a difference in this row. A
+rank that has waited for a second also publishes what it has issued; ranks with different digests find the first
+difference.
 
-This costs two or three requests to the store for each group and step, and no collective. Compiled steps issue nothing
-here, and cost nothing. If a difference makes ranks wait for each other in a collective, ``stall_watch.py`` says so.
+This costs two or three requests to the store for each group and step, twice that for several groups, and no
+collective. Compiled steps issue nothing here, and cost nothing. If a difference makes ranks wait for each other in a
+collective, ``stall_watch.py`` says so.
 """
 
 import functools
@@ -28,7 +31,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inductor_passes.runtime import stall_watch
-from inductor_passes.runtime.agreement import agreed_stores, first_difference, known_conflict, note
+from inductor_passes.runtime.agreement import agreed_stores, first_difference, history, known_conflict
+from inductor_passes.runtime.history import History
 from inductor_passes.torch_compat.autograd import in_backward
 from inductor_passes.torch_compat.distributed import group_ranks, group_timeout_s, is_single_process_group
 from simplefsdp.frontend.sharding import Group, ShardedParameter
@@ -46,6 +50,7 @@ class _Issued:
     """Collectives of one process group that this rank has issued since the last comparison."""
 
     group: str
+    history: History
     comparisons: int = 0
     """Number of comparisons so far."""
     count: int = 0
@@ -58,6 +63,7 @@ class _Issued:
         self.count += 1
         self.digest.update(what.encode())
         self.recent.append(what)
+        self.history.add(what)
 
 
 class _World:
@@ -68,6 +74,10 @@ class _World:
         """A weak reference to the process group of the whole world; under another one nothing here counts any more."""
         self.issued: dict[str, _Issued | None] = {}
         """By name of the process group; ``None``: there are no other ranks to compare with."""
+        self.groups_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, frozenset[str]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """Results of ``_groups_of``, and the lists of parameters in which it looked."""
 
 
 _world = _World()
@@ -99,10 +109,9 @@ def _note(what: str, group: Group | None) -> None:
         _world.group, _world.issued = weakref.ref(dist.group.WORLD), {}
     if group.name not in _world.issued:
         is_alone = group.ranks == 1 or is_single_process_group(group.name)
-        _world.issued[group.name] = None if is_alone else _Issued(group.name)
+        _world.issued[group.name] = None if is_alone else _Issued(group.name, history(group.name))
     if (issued := _world.issued[group.name]) is not None:
         issued.add(what)
-        note(group.name, what)
         stall_watch.advance(what)
 
 
@@ -116,17 +125,22 @@ def compare_before_steps() -> None:
     def before(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if not torch.compiler.is_compiling() and not in_backward() and (groups := _groups_of(optimizer)):
             for group in groups:
-                note(group, "a step of an optimizer")
+                history(group).add("a step of an optimizer")
             compare_order()
 
     register_optimizer_step_pre_hook(before)
 
 
-def _groups_of(optimizer: torch.optim.Optimizer) -> set[str]:
+def _groups_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     """Return the names of the process groups over which parameters of ``optimizer`` are sharded or replicated."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    infos = {id(info.communication): info for param in params if (info := getattr(param, "simple_fsdp_info", None))}
-    return {group.name for info in infos.values() for group in info.communication.groups}
+    lists = [group["params"] for group in optimizer.param_groups]
+    looked_at = [(id(params), len(params)) for params in lists]
+    known = _world.groups_of.get(optimizer)
+    if known is None or known[0] != looked_at:
+        infos = (getattr(param, "simple_fsdp_info", None) for params in lists for param in params)
+        groups = frozenset(group.name for info in infos if info for group in info.communication.groups)
+        known = _world.groups_of[optimizer] = (looked_at, groups)
+    return known[1]
 
 
 def compare_order() -> None:
@@ -150,9 +164,18 @@ def compare_order() -> None:
 
 
 def _wait(comparisons: list["_Comparison"]) -> None:
-    for each in comparisons:  # before any wait: a rank of two groups is awaited in both
-        each.announce()
-    began, pause = time.monotonic(), 0.0002
+    began = time.monotonic()
+    for _ in range(min(len(comparisons), 2)):  # rounds: of several groups, one to compare and one to have agreed in all
+        for each in comparisons:  # before any wait: a rank of two groups is awaited in both
+            each.announce()
+        _wait_for_all(comparisons, began)
+    for each in comparisons:
+        each.clean_up()
+
+
+def _wait_for_all(comparisons: list["_Comparison"], began: float) -> None:
+    """Wait until all ranks of all groups have announced what this rank has; ``began`` is when it began to wait."""
+    pause = 0.0002
     lagging = comparisons
     while lagging := [each for each in lagging if not each.all_have_come()]:
         time.sleep(pause)
@@ -161,19 +184,21 @@ def _wait(comparisons: list["_Comparison"]) -> None:
         if waited > _PATIENCE_S and (reason := next(filter(None, (each.trouble(waited) for each in lagging)), "")):
             for each in comparisons:
                 each.give_up(reason)
+            leave = time.monotonic() + _GRACE_S
+            for each in comparisons:
+                each.wait_until_told(leave)
             raise RuntimeError(reason)
         if conflict:  # the other ranks have been told by the watch
             raise RuntimeError(conflict)
-    for each in comparisons:
-        each.clean_up()
 
 
 class _Comparison:
     """One rank's part in the comparison of what the ranks of one process group have issued.
 
-    Keys in the store: ``<key>``, how many ranks have issued the collectives with this digest; once somebody has waited,
-    ``first``, the key of the first rank that waited, and ``issued/<key>``, its number and what it has issued;
-    ``waits/<rank>``; ``failed``, what a rank has found, and ``told``, how many ranks know.
+    Keys in the store: ``<key>/1``, how many ranks have issued the collectives with this digest; ``<key>/2``, how many
+    of them agree with the other ranks of all their groups; once somebody has waited, ``first``, the key of the first
+    rank that waited, and ``issued/<key>``, its number and what it has issued; ``waits/<rank>``; ``failed``, what a rank
+    has found, and ``told``, how many ranks know.
     """
 
     def __init__(self, issued: _Issued, store: Any):
@@ -182,15 +207,28 @@ class _Comparison:
         self.timeout_s = group_timeout_s(issued.group)
         self.store = dist.PrefixStore(f"order/{issued.group}/{issued.comparisons}", store)
         self.key = f"{issued.count}/{issued.digest.hexdigest()[:32]}"
-        self.keys = [self.key, "first"] if self.me == self.ranks[0] else []
+        self.round = 0
+        self.keys = ["first"] if self._is_first else []
         """Keys that this rank deletes when nobody needs them."""
         self.published = False
 
     def announce(self) -> None:
-        self.store.add(self.key, 1)
+        """Begin the next round."""
+        self.round += 1
+        self.store.add(self._round_key, 1)
+        if self._is_first:
+            self.keys.append(self._round_key)
 
     def all_have_come(self) -> bool:
-        return bool(self.store.add(self.key, 0) == len(self.ranks))
+        return bool(self.store.add(self._round_key, 0) == len(self.ranks))
+
+    @property
+    def _round_key(self) -> str:
+        return f"{self.key}/{self.round}"
+
+    @property
+    def _is_first(self) -> bool:
+        return self.me == self.ranks[0]
 
     def clean_up(self) -> None:
         """Delete the keys of the comparison before this one: all ranks have left it."""
@@ -210,11 +248,13 @@ class _Comparison:
                 self._set(f"issued/{self.key}", json.dumps([self.me, self.issued.count, *self.issued.recent]))
             if (first := self.store.compare_set("first", "", self.key).decode()) != self.key:
                 return self._difference(*json.loads(self.store.get(f"issued/{first}")))
-        if waited_s > self.timeout_s:
+        # Ranks that wait in the first round know more.
+        if waited_s > self.timeout_s + (self.round - 1) * _GRACE_S:
             absent = next((rank for rank in self.ranks if not self.store.check([f"waits/{rank}"])), None)
+            whom = "ranks that wait for others" if absent is None else f"rank {absent}, which did not come to one"
             return (
                 f"rank {self.me} waited {waited_s:.0f} s, the timeout of the process group, before a step of the "
-                f"optimizer for rank {absent}, which did not come to one"
+                f"optimizer for {whom}"
             )
         return ""
 
@@ -236,11 +276,11 @@ class _Comparison:
         )
 
     def give_up(self, reason: str) -> None:
-        """Tell the other ranks of the group, and stay until they know, or for some seconds."""
-        if not self.store.check(["failed"]):
-            self.store.set("failed", reason)
-        leave = time.monotonic() + _GRACE_S
-        told = self.store.add("told", 1)
-        while told < len(self.ranks) and time.monotonic() < leave:
+        """Tell the other ranks of the group, and that this rank knows."""
+        self.store.compare_set("failed", "", reason)
+        self.store.add("told", 1)
+
+    def wait_until_told(self, leave: float) -> None:
+        """Wait until all ranks of the group know, or until ``leave``, seconds of ``time.monotonic``."""
+        while self.store.add("told", 0) < len(self.ranks) and time.monotonic() < leave:
             time.sleep(0.01)
-            told = self.store.add("told", 0)

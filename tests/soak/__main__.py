@@ -1,4 +1,4 @@
-"""Run a campaign and print, or write, its figures as JSON."""
+"""Run a campaign, or all of them, and print the figures of each as JSON."""
 
 import argparse
 import importlib
@@ -13,17 +13,25 @@ CAMPAIGNS = {"disagreement": 200, "death": 100, "models": 2000, "files": 10_000,
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.soak", description=__doc__)
-    parser.add_argument("campaign", choices=CAMPAIGNS)
+    parser.add_argument("campaign", choices=CAMPAIGNS, nargs="?", help="default: all of them, one after the other")
     parser.add_argument("--runs", type=int, help=f"default: {CAMPAIGNS}")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="a JSON file for the figures")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="a folder for the figures: reliability-CAMPAIGN.json"
+    )
     args = parser.parse_args()
+    names = [args.campaign] if args.campaign else CAMPAIGNS
+    return max([_run(name, args.runs or CAMPAIGNS[name], args.out) for name in names])
+
+
+def _run(name: str, runs: int, out: Path | None) -> int:
+    """Run one campaign; return 1 if a run was wrong."""
     began = time.monotonic()
-    figures = importlib.import_module(f"tests.soak.{args.campaign}").campaign(args.runs or CAMPAIGNS[args.campaign])
+    figures = importlib.import_module(f"tests.soak.{name}").campaign(runs)
     figures["seconds"] = round(time.monotonic() - began)
     text = json.dumps(figures, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    print(text, flush=True)
+    if out:
+        (out / f"reliability-{name}.json").write_text(text + "\n")
     return 1 if figures["failures"] else 0
 
 

@@ -115,6 +115,29 @@ def test_a_difference_is_an_error_on_all_ranks_before_the_step(two_ranks: Ranks,
         assert text.startswith(tuple(views)), text
 
 
+def _told_on_a_mesh() -> tuple[str, bool]:
+    """Let the last rank of a 2 x 2 mesh divide gradients by another factor; return what is told, and whether it
+    stepped."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, step = trainer(mesh=mesh)
+    step([0, 1, 2])
+    if dist.get_rank() == 3:
+        model.set_gradient_divide_factor(8.0)
+    before = [param.to_local().clone() for param in model.parameters()]
+    found = told(step, [0, 1, 2])
+    pairs = zip(before, model.parameters(), strict=True)
+    dist.barrier()
+    forget_failures()
+    return found, not all(torch.equal(old, param.to_local()) for old, param in pairs)
+
+
+def test_ranks_of_another_row_of_the_mesh_are_told_before_their_step(four_ranks: Ranks) -> None:
+    for rank, (found, steps) in enumerate(four_ranks.run(_told_on_a_mesh)):
+        assert "have issued different collectives of parameters" in found, rank
+        assert ", divided by 8'" in found
+        assert not steps
+
+
 def _goes_on() -> list[int]:
     """Train with blocks that are skipped, the same on all ranks; return numbers of keys in the store.
 
@@ -161,16 +184,18 @@ def test_ranks_compare_at_each_step_on_shards_outside_of_backward(monkeypatch: p
 
 
 def _waits_in_vain() -> str:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     _, step = trainer(mesh=mesh)
     step([0, 1])
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), mesh.get_group())
-    if dist.get_rank():
+    for group in mesh.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
+    if dist.get_rank() == 3:
         time.sleep(4)
         return ""
     return told(lambda _: compare_order(), [])
 
 
-def test_a_rank_that_does_not_come_to_the_step_is_named(two_ranks: Ranks) -> None:
-    found, _ = two_ranks.run(_waits_in_vain)
-    assert "s, the timeout of the process group, before a step of the optimizer for rank 1, which did not come" in found
+def test_a_rank_that_does_not_come_to_the_step_is_named(four_ranks: Ranks) -> None:
+    *found, _ = four_ranks.run(_waits_in_vain)
+    reason = "s, the timeout of the process group, before a step of the optimizer for rank 3, which did not come to one"
+    assert all(reason in text for text in found), found
