@@ -3,9 +3,12 @@
 import operator
 
 import torch
-from torch.fx import Node
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
-from inductor_passes.collectives import CASTS, REDUCE_SCATTER, WAIT, Collective, before_cast_and_pad
+from inductor_passes.collectives import CASTS, FQNS, REDUCE_SCATTER, WAIT, Collective, before_cast_and_pad
+from inductor_passes.ops.accumulate import ADD_UP
 
 _aten = torch.ops.aten
 
@@ -49,6 +52,66 @@ def can_be_reduced_in_place(reduction: Collective) -> bool:
     alone = reduction.node.target is not REDUCE_SCATTER or reduction.all_reduce_after is not None
     value = source.meta["val"]
     return not (copied or alone or source.target is _aten.div.Tensor) and value.dim() > 0 and value.is_contiguous()
+
+
+def communicates(node: Node) -> bool:
+    return getattr(node.target, "namespace", "") in ("_c10d_functional", "simplefsdp") and node.target is not ADD_UP
+
+
+def computes(node: Node) -> bool:
+    return node.op == "call_function" and bool(tensors_of(node)) and not communicates(node) and not is_view(node)
+
+
+def own_collective(node: Node) -> str:
+    """Return the kind of collective that ``node`` is, if it is the model's own; else an empty string."""
+    packet = getattr(node.target, "_overloadpacket", None) if communicates(node) and FQNS not in node.meta else None
+    return _OWN.get(packet.__name__, "") if packet else ""
+
+
+_OWN = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
+
+
+def sources_of(node: Node) -> list[Node]:
+    """Return the nodes whose memory a node reads: its inputs, without views."""
+    return list(dict.fromkeys(map(storage_of, node.all_input_nodes)))
+
+
+def tensors_of(node: Node) -> list[Tensor]:
+    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+
+
+def fused_regions(graph: Graph) -> dict[Node, Node]:
+    """Return, for each node that Inductor would fuse, the first node of its region."""
+    depth: dict[Node, int] = {}  # matmuls, the model's own collectives and the like on the way here
+    for node in graph.nodes:
+        inside = [depth[source] for source in node.all_input_nodes]
+        alone = (computes(node) and not is_fused(node)) or bool(own_collective(node))
+        ours = communicates(node) and not own_collective(node.all_input_nodes[0] if node.target is WAIT else node)
+        depth[node] = 0 if ours else max(inside, default=0) + alone
+    for node in reversed(graph.nodes):  # what is only needed later is computed there
+        if node.users and all(is_view(n) or is_fused(n) for n in (node, *node.users)):
+            depth[node] = min(depth[user] for user in node.users)
+    first: dict[Node, Node] = {}
+
+    def root(node: Node) -> Node:
+        while first[node] is not node:
+            node = first[node]
+        return node
+
+    for node in graph.nodes:
+        if computes(node) and is_fused(node):
+            first[node] = node
+            for source in sources_of(node):
+                if source in first and depth[source] == depth[node]:
+                    one, other = sorted((root(source), root(node)))
+                    first[other] = one
+    return {node: root(node) for node in first}
 
 
 _FUSED = (

@@ -18,22 +18,28 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from inductor_passes.collectives import (
     EXCHANGED,
-    FQNS,
     REDUCE_SCATTER,
-    WAIT,
     Collective,
     before_cast_and_pad,
     gathers,
     is_deterministic,
     reductions,
 )
-from inductor_passes.fusion import can_be_reduced_in_place, is_fused, is_view, storage_of
-from inductor_passes.ops.accumulate import ADD_UP
+from inductor_passes.fusion import (
+    can_be_reduced_in_place,
+    computes,
+    fused_regions,
+    is_view,
+    own_collective,
+    sources_of,
+    storage_of,
+    tensors_of,
+)
 from inductor_passes.ops.offload import TO_DEVICE, TO_HOST
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction, joint_contention
 from inductor_passes.scheduling.memory import live_bytes
@@ -103,7 +109,7 @@ class NodeCosts(NamedTuple):
 
 def node_costs(graph: Graph, profile: DeviceProfile) -> NodeCosts:
     """Return the costs of a forward or backward graph's nodes, without the collectives of parameters."""
-    regions = _regions(graph)
+    regions = fused_regions(graph)
     seconds: dict[Node, float] = {}
     stored: dict[Node, int] = {}
     runs: dict[Node, Node] = {}
@@ -112,19 +118,19 @@ def node_costs(graph: Graph, profile: DeviceProfile) -> NodeCosts:
     for node in graph.nodes:
         if node in regions:
             members.setdefault(regions[node], []).append(node)
-        elif _computes(node):
+        elif computes(node):
             seconds[node], contention[node] = _kernel(node, profile)
             stored[node] = _nbytes(node)
         elif node.target is TO_DEVICE:
             stored[node] = _nbytes(node)
-        elif kind := _own_collective(node):
+        elif kind := own_collective(node):
             nbytes = max(map(_nbytes, (node, node.all_input_nodes[0])))
             seconds[node] = profile.collective_launch_s + profile.collective_s(kind, group_ranks(node.args[-1]), nbytes)
             stored[node] = _nbytes(node)
     for nodes in members.values():
         inside = set(nodes)
         written = [node for node in nodes if any(user not in inside for user in _users(node))]
-        read = {source: _read(node, source) for node in nodes for source in _sources(node) if source not in inside}
+        read = {source: _read(node, source) for node in nodes for source in sources_of(node) if source not in inside}
         stored |= {node: _nbytes(node) for node in written}
         moved = sum(read.values()) + sum(stored[node] for node in written)
         seconds[nodes[-1]] = profile.launch_s + profile.memory_s(moved)
@@ -141,46 +147,18 @@ def _changed_in_place(node: Node) -> Node | None:
     return source if source.op != "placeholder" and [*_users(source)] == [node] else None
 
 
-def _regions(graph: Graph) -> dict[Node, Node]:
-    """Return, for each node that Inductor would fuse, the first node of its region."""
-    depth: dict[Node, int] = {}  # matmuls, the model's own collectives and the like on the way here
-    for node in graph.nodes:
-        inside = [depth[source] for source in node.all_input_nodes]
-        alone = (_computes(node) and not is_fused(node)) or bool(_own_collective(node))
-        ours = _communicates(node) and not _own_collective(node.all_input_nodes[0] if node.target is WAIT else node)
-        depth[node] = 0 if ours else max(inside, default=0) + alone
-    for node in reversed(graph.nodes):  # what is only needed later is computed there
-        if node.users and all(is_view(n) or is_fused(n) for n in (node, *node.users)):
-            depth[node] = min(depth[user] for user in node.users)
-    first: dict[Node, Node] = {}
-
-    def root(node: Node) -> Node:
-        while first[node] is not node:
-            node = first[node]
-        return node
-
-    for node in graph.nodes:
-        if _computes(node) and is_fused(node):
-            first[node] = node
-            for source in _sources(node):
-                if source in first and depth[source] == depth[node]:
-                    one, other = sorted((root(source), root(node)))
-                    first[other] = one
-    return {node: root(node) for node in first}
-
-
 def _kernel(node: Node, profile: DeviceProfile) -> tuple[float, float]:
     """Return the seconds and the contention of a node that is a kernel of its own."""
-    moved = _nbytes(node) + sum(_read(node, source) for source in _sources(node))
+    moved = _nbytes(node) + sum(_read(node, source) for source in sources_of(node))
     if changed := _changed_in_place(node):
-        written = sum(_read(node, source) for source in _sources(node) if source is not changed)
+        written = sum(_read(node, source) for source in sources_of(node) if source is not changed)
         moved = 3 * written  # the new values are read, and what they are added to is read and written
     flops, kind = _flops(node)
     seconds = profile.memory_s(moved)
     if flops:
-        factors = [tensor for source in node.all_input_nodes for tensor in _tensors(source)]
+        factors = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
         seconds = max(seconds, profile.compute_s(kind, factors[0].dtype, flops))  # a product may be of another dtype
-    elements = max((size_hint(tensor.numel()) for tensor in _tensors(node)), default=0)
+    elements = max((size_hint(tensor.numel()) for tensor in tensors_of(node)), default=0)
     return profile.launch_s + seconds, profile.contention_of(kind, elements)
 
 
@@ -188,7 +166,7 @@ def _flops(node: Node) -> tuple[float, str]:
     """Return the operations of a matmul, a convolution or attention, and the name of the profile's curve for them."""
     name = node.target._overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
     if name.startswith("_scaled_dot_product"):
-        shapes = [_shape(tensor) for arg in node.args if isinstance(arg, Node) for tensor in _tensors(arg)]
+        shapes = [_shape(tensor) for arg in node.args if isinstance(arg, Node) for tensor in tensors_of(arg)]
         backward = "backward" in name
         query, key, value = shapes[1:4] if backward else shapes[:3]  # the output's gradient comes first
         # Scores and values; backward has the scores once more, and the gradients of all three and of the scores.
@@ -201,29 +179,6 @@ def _flops(node: Node) -> tuple[float, str]:
         return 0.0, ""
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: tree_map(_shape, n.meta["val"]))
     return size_hint(formula(*args, **kwargs, out_val=tree_map(_shape, node.meta["val"]))), "matmul"
-
-
-def _communicates(node: Node) -> bool:
-    return getattr(node.target, "namespace", "") in ("_c10d_functional", "simplefsdp") and node.target is not ADD_UP
-
-
-def _computes(node: Node) -> bool:
-    return node.op == "call_function" and bool(_tensors(node)) and not _communicates(node) and not is_view(node)
-
-
-def _own_collective(node: Node) -> str:
-    """Return the kind of collective that ``node`` is, if it is the model's own; else an empty string."""
-    packet = getattr(node.target, "_overloadpacket", None) if _communicates(node) and FQNS not in node.meta else None
-    return _OWN.get(packet.__name__, "") if packet else ""
-
-
-_OWN = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-}
 
 
 _PICKS = (_aten.embedding, _aten.index, _aten.gather)
@@ -240,11 +195,6 @@ _CHANGES_PART = (
     _aten.scatter_reduce,
 )
 """Operators that return their first input with some elements changed."""
-
-
-def _sources(node: Node) -> list[Node]:
-    """Return the nodes whose memory a node reads: its inputs, without views."""
-    return list(dict.fromkeys(map(storage_of, node.all_input_nodes)))
 
 
 def _users(node: Node) -> Iterator[Node]:
@@ -264,17 +214,13 @@ def _read(node: Node, source: Node) -> int:
     return min(_nbytes(source), sum(_nbytes(value) for value in inputs if storage_of(value) is source))
 
 
-def _tensors(node: Node) -> list[Tensor]:
-    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
-
-
 def _shape(value: Any) -> Any:
     """Return the shape of a tensor with hints in place of symbolic sizes: computing with symbols would set guards."""
     return tuple(map(size_hint, value.shape)) if isinstance(value, Tensor) else value
 
 
 def _nbytes(node: Node) -> int:
-    return sum(size_hint(tensor.numel()) * tensor.element_size() for tensor in _tensors(node))
+    return sum(size_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_of(node))
 
 
 EquivalentGroups = Mapping[tuple[int, ...], Sequence[Sequence[int]]]
@@ -319,7 +265,7 @@ def cost_graph_of(
             copied_from[reduction.node] = 0 if _is_read_otherwise(gradient, reduction.input) else whole
         source = storage_of(reduction.input)
         if source in stored:  # of several results of one operator, the others stay
-            stored[source] = max(0, stored[source] - _nbytes(reduction.input)) if len(_tensors(source)) > 1 else 0
+            stored[source] = max(0, stored[source] - _nbytes(reduction.input)) if len(tensors_of(source)) > 1 else 0
     changed_by = {changed: node for node in stored if (changed := _changed_in_place(node))}
     stored |= dict.fromkeys(changed_by.values(), 0)
 

@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule
 from inductor_passes.bucket import assign, bucket, choose_formats, let_none_work_in_place_on_the_input_of_another
 from inductor_passes.collectives import Collective, GraphParameter, identify, reductions
 from inductor_passes.compile_once import compile_once, render_bodies
+from inductor_passes.fusion_order import put_fused_together
 from inductor_passes.matmul_casts import cast_in_matmuls
 from inductor_passes.order import order_graph
 from inductor_passes.partition import partition
@@ -81,6 +82,7 @@ class Passes:
             )
         if kind == "inference":
             self.notes.is_inference = True
+            put_fused_together(graph)
             self._plan(graph, Graph(), self.given.params)
             self._bucket(graph)
 
