@@ -52,7 +52,10 @@ def simplefsdp(
         infos = (getattr(value, "simple_fsdp_info", None) for value in example_inputs)
         for model in dict.fromkeys(info.model for info in infos if info is not None):
             compare_sharding(model, None)
-    passes = Passes(compilation_context(example_inputs, parsed, [node.name for node in gm.graph.nodes]))
+    # A gather whose gradient ends an accumulation has the name of one whose gradient is only added up.
+    ends = [f"{node.args[3:]}" if node.target is unshard else "" for node in gm.graph.nodes]
+    nodes = [node.name + end for node, end in zip(gm.graph.nodes, ends, strict=True)]
+    passes = Passes(compilation_context(example_inputs, parsed, nodes))
     if parsed.lower_with == "aot_eager":
         if parsed.inductor:
             log.warning("option 'inductor' has no effect with lower_with='aot_eager': %s", ", ".join(parsed.inductor))

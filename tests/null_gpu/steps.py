@@ -10,14 +10,16 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
 
+from inductor_passes.scheduling.issue_points import Bucket
 from inductor_passes.torch_compat.distributed import GROUPING_NCCL
 from simplefsdp import BucketPlan, WireFormat, clip_grad_norm_, manual_plan, simple_fsdp
 from simplefsdp.models import llama
@@ -47,6 +49,19 @@ class UnevenNet(nn.Module):
         return self.output(x).float().square().mean()
 
 
+class BrokenLlama(llama.Llama):
+    """A Llama that Dynamo compiles in two graphs, of which the last block begins the second."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        assert targets is not None
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        torch._dynamo.graph_break()
+        logits = self.output(self.norm(self.layers[-1](x)))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
 @dataclass(frozen=True)
 class Case:
     """A way to shard and compile a model."""
@@ -66,6 +81,7 @@ class Case:
     """Further options of the backend."""
     lengths: tuple[int, ...] = (SEQ,)
     """Sequence lengths of the steps before the logged one, which has the last; several mean dynamic shapes."""
+    micro_batches: int = 1
 
 
 CASES: dict[str, Case] = {
@@ -91,6 +107,8 @@ CASES: dict[str, Case] = {
     "tensor-parallel": Case(mesh={"shard": 16}, tensor_parallel=4, backend=GROUPING_NCCL),
     "checkpointing": Case(checkpointing="block", backend=GROUPING_NCCL),
     "selective-checkpointing": Case(checkpointing="selective"),
+    "accumulation": Case(micro_batches=2, backend=GROUPING_NCCL),
+    "graph-break": Case(model=BrokenLlama, backend=GROUPING_NCCL),
     "dynamic": Case(lengths=(SEQ, SEQ + 512, SEQ + 256), backend=GROUPING_NCCL),
 }
 
@@ -121,6 +139,8 @@ class Step:
 
     name: str
     case: Case
+    before: list[Event]
+    """Events of all micro-batches but the last."""
     forward: list[Event]
     backward: list[Event]
     after: list[Event]
@@ -213,6 +233,23 @@ def _inputs(case: Case, length: int) -> tuple[Tensor, ...]:
     return tokens, tokens
 
 
+class PlannedBuckets(NamedTuple):
+    """The buckets of all graphs of a step, in the order in which the graphs run."""
+
+    forward: list[Bucket]
+    backward: list[Bucket]
+    reductions: list[Bucket]
+
+
+def planned_buckets(step: Step) -> PlannedBuckets:
+    backwards = step.plans[::-1]
+    return PlannedBuckets(
+        [bucket for plan in step.plans for bucket in plan.forward],
+        [bucket for plan in backwards for bucket in plan.backward],
+        [bucket for plan in backwards for bucket in plan.reductions],
+    )
+
+
 def _train(
     case: Case,
     model: nn.Module,
@@ -220,9 +257,15 @@ def _train(
     optimizer: torch.optim.Optimizer,
     inputs: tuple[Tensor, ...],
     recorder: Recorder,
-) -> tuple[list[Event], list[Event], list[Event]]:
-    """Train a step; return the events of its forward, of its backward, and of what follows."""
+) -> tuple[list[Event], list[Event], list[Event], list[Event]]:
+    """Train a step; return the events of its first micro-batches, of forward and backward of the last one, and of what
+    follows."""
     recorder.take()
+    for number in range(case.micro_batches - 1, 0, -1):
+        model.set_requires_gradient_sync(False)
+        compiled(*inputs).backward()
+        model.set_requires_gradient_sync(number == 1)
+    before = recorder.take()
     loss = compiled(*inputs)
     forward = recorder.take()
     loss.backward()
@@ -231,7 +274,7 @@ def _train(
         clip_grad_norm_(model.parameters(), case.max_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return forward, backward, recorder.take()
+    return before, forward, backward, recorder.take()
 
 
 def _graphs(folder: Path) -> list[Path]:

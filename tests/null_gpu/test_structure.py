@@ -28,7 +28,7 @@ from simplefsdp.null_gpu.log import (
 )
 from simplefsdp.text.units import parse_bytes
 from tests.graphs import called_code
-from tests.null_gpu.steps import Case, Step
+from tests.null_gpu.steps import Case, Step, planned_buckets
 
 
 class Expected(NamedTuple):
@@ -40,8 +40,10 @@ class Expected(NamedTuple):
     ranks: int
 
 
-def parts(events: Step) -> dict[str, list[Event]]:
-    return {"forward": events.forward, "backward": events.backward}
+def parts(step: Step) -> dict[str, list[Event]]:
+    """Return the events of forward and backward, without the question at the end of an accumulation."""
+    asks = [i for i, event in enumerate(step.backward) if isinstance(event.what, Copy) and event.what.direction == 1]
+    return {"forward": step.forward, "backward": step.backward[: asks[0] if step.case.micro_batches > 1 else None]}
 
 
 def ours(events: Sequence[Event], case: Case) -> list[Communication]:
@@ -72,6 +74,8 @@ def in_place(step: Step, fqn: str) -> bool:
     only in the kernel or matmul that makes it."""
     policy, shape = step.case.policy, step.shapes[fqn]
     made = torch.float32 if fqn == "tok_embeddings.weight" else policy.param_dtype or torch.float32
+    if step.case.micro_batches > 1:  # the sum of the micro-batches is in the dtype of the reduction
+        made = policy.reduce_dtype or torch.float32
     if len(shape) == 1 and step.case.tensor_parallel > 1:  # summed over the tensor-parallel ranks, and cast afterwards
         return False
     made_by_matmul = len(shape) > 1 and fqn not in step.cast_in_matmuls
@@ -121,7 +125,7 @@ def test_collectives_are_those_of_the_plan(step: Step) -> None:
         assert Counter(reduced) == Counter(chain(*expected))
         assert Counter(chain(*backward)) - Counter(reduced) <= gathered
         return
-    (plan,) = step.plans
+    plan = planned_buckets(step)
     assert forward == [expected_gathers(step, bucket) for bucket in plan.forward]
     gathers = [calls for calls in backward if calls[0].operation == "all_gather"]
     assert gathers == [expected_gathers(step, bucket) for bucket in plan.backward]
@@ -185,10 +189,22 @@ def generated(code: str) -> Iterator[str]:
 
 def test_the_gpu_is_told_in_the_order_of_the_generated_code(step: Step) -> None:
     """The order of the code is that of the plan: compilation fails otherwise."""
-    (codes,) = step.codes
-    logged = [*parts(step).values()][-len(codes) :]  # without collectives, as when replicated, forward is not reported
-    for events, code in zip(logged, codes, strict=True):
-        assert [*launched(events)] == [*generated(code)]
+    *forward, backward = zip(*step.codes, strict=True)  # without collectives, as when replicated, none of forward
+    logged = parts(step)
+    for codes in forward:
+        assert [*launched(logged["forward"])] == [*chain(*map(generated, codes))]
+    assert [*launched(logged["backward"])] == [*chain(*map(generated, reversed(backward)))]
+
+
+def test_the_first_micro_batches_only_gather(step: Step) -> None:
+    found = as_expected(communications(step.before))
+    if step.case.micro_batches == 1:
+        assert not found
+        return
+    assert {one.operation for calls in found for one in calls} == {"all_gather"}
+    plan = planned_buckets(step)
+    gathered = chain(*(expected_gathers(step, bucket) for bucket in (*plan.forward, *plan.backward)))
+    assert Counter(chain(*found)) == Counter(gathered)
 
 
 def test_memory_of_a_collective_is_not_given_away_before_its_wait(step: Step) -> None:
@@ -207,11 +223,15 @@ def test_memory_of_a_collective_is_not_given_away_before_its_wait(step: Step) ->
 
 
 def test_the_host_never_waits_in_forward_or_backward(step: Step) -> None:
-    """But for gradients that are copied to CPU, one blocking copy each."""
+    """But for gradients that are copied to CPU, one blocking copy each, and for the end of an accumulation: the ranks
+    ask each other whether any has a gradient left that this backward did not reach."""
     waits = [*map(type, (what for events in parts(step).values() for what in host_waits(events)))]
     copies = 0 if "offload_policy" not in step.case.settings else len(step.shapes)
     assert waits.count(Copy) <= copies
     assert waits.count(Sync) <= copies
+    assert not host_waits(step.before)
+    asked = [*map(type, host_waits(step.backward[len(parts(step)["backward"]) :]))]
+    assert asked == ([Sync, Copy, Sync] if step.case.micro_batches > 1 else [])
 
 
 def test_kernels_of_triton_spill_nothing(step: Step) -> None:
@@ -234,7 +254,7 @@ def test_a_bucket_costs_one_kernel_before_its_collective_and_one_behind_the_wait
     """
     if step.name in SEVERAL_COPIES:
         pytest.skip(SEVERAL_COPIES[step.name])
-    (plan,) = step.plans
+    plan = planned_buckets(step)
     gathers = Counter(bucket.form for bucket in getattr(plan, direction) if len(bucket.fqns) > 1)
     reductions = [bucket for bucket in plan.reductions if len(bucket.fqns) > 1] if direction == "backward" else []
     packed = [each for each in reductions if each.form == "packed" or not all(in_place(step, f) for f in each.fqns)]
@@ -250,6 +270,7 @@ def test_a_bucket_costs_one_kernel_before_its_collective_and_one_behind_the_wait
 def test_matmuls_cast_gradients_where_their_buckets_are_grouped(step: Step) -> None:
     policy, settings = step.case.policy, step.case.settings
     possible = step.case.backend == GROUPING_NCCL and not {"mode", "shard_placement_fn"} & set(settings)
+    possible = possible and step.case.micro_batches == 1  # a sum of gradients is made by no matmul
     if possible and policy.param_dtype is torch.bfloat16 and policy.reduce_dtype is torch.float32:
         matmuls = {fqn for fqn, shape in step.shapes.items() if len(shape) == 2 and "embeddings" not in fqn}
         small = {fqn for fqn, shape in step.shapes.items() if math.prod(shape) <= 2**20}
@@ -273,8 +294,17 @@ def test_buckets_are_grouped_where_the_backend_issues_groups(step: Step) -> None
         assert "grouped" in {bucket.form for plan in step.plans for bucket in plan.reductions}
 
 
-MISPREDICTED = {"auto-kept": 0.81, "tensor-parallel": 0.84, "replicate": 1.07}
-"""Cases whose predicted peak is off, and how large it is for each byte of the allocator's."""
+MISPREDICTED = {
+    "auto-kept": 0.81,
+    "tensor-parallel": 0.84,
+    "replicate": 1.07,
+    "accumulation": 0.62,
+    "graph-break": 0.9,
+}
+"""Cases whose predicted peak is off, and how large it is for each byte of the allocator's.
+
+No gradients are foreseen that were added up before, nor what is in memory for another pair of graphs.
+"""
 WORKSPACE = 40 * 2**20
 """Bytes at most that cuBLAS asks torch's allocator for; they are not predicted."""
 
@@ -282,6 +312,6 @@ WORKSPACE = 40 * 2**20
 def test_the_predicted_peak_is_that_of_the_allocator(step: Step) -> None:
     if (budget := step.case.options.get("memory_budget")) is not None:
         assert step.peak_bytes <= parse_bytes(budget)
-    for predicted in step.predicted_bytes:
-        off = MISPREDICTED.get(step.name, 1.0)
-        assert predicted / off == pytest.approx(step.peak_bytes, rel=0.05, abs=WORKSPACE)
+    if step.predicted_bytes:
+        predicted = max(step.predicted_bytes) / MISPREDICTED.get(step.name, 1.0)
+        assert predicted == pytest.approx(step.peak_bytes, rel=0.05, abs=WORKSPACE)

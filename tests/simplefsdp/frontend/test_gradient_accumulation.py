@@ -1,6 +1,7 @@
 """How compiled code ends an accumulation: the last backward takes what was added up, and reduces it in its buckets."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from inductor_passes.ops import accumulate
 from inductor_passes.ops.accumulate import ADD_UP
 from inductor_passes.ops.pack import PACK_GRADIENTS
+from inductor_passes.runtime import graph_dump
 from inductor_passes.scheduling.cost_model import node_costs
 from simplefsdp import rehearsal, simple_fsdp
 from simplefsdp.frontend import eager_resharding
@@ -67,6 +69,19 @@ def test_an_accumulation_that_goes_on_is_not_ended() -> None:
         model.set_requires_gradient_sync(sync)
         captured = graphs.capture(model, torch.ones(2, 8), plan="none")
         assert len(graphs.nodes(captured.backward, graphs.REDUCE_SCATTER)) == reductions
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("one_of_four")
+def test_the_graphs_of_an_accumulation_have_reports_of_their_own(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(graph_dump, "_reports", {})
+    model: Any = simple_fsdp(nn.Linear(8, 8))
+    options: Any = {"lower_with": "aot_eager", "plan": "block", "report_dir": str(tmp_path)}
+    compiled = torch.compile(model, backend="simplefsdp", options=options)
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        compiled(torch.ones(2, 8)).sum().backward()
+    assert len({report.folder for report in graph_dump._reports.values()}) == 2
 
 
 @pytest.mark.compile
