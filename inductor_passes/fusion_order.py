@@ -48,13 +48,14 @@ def _units(graph: Graph, nodes: Sequence[Node]) -> dict[Node, Node]:
     unit: dict[Node, Node] = {}
     for node in nodes:
         viewed = node.all_input_nodes[0] if is_view(node) and node.all_input_nodes else None
-        unit[node] = unit[viewed] if viewed in unit and viewed in regions else regions.get(node, node)
-        if viewed in unit and viewed in regions:
-            regions[node] = unit[node]
+        if viewed in regions:
+            regions[node] = regions[viewed]
+        unit[node] = regions.get(node, node)
     return unit
 
 
 def _ordered(graph: Graph, nodes: Sequence[Node], unit: dict[Node, Node]) -> list[Node]:
+    """Return ``nodes`` unit by unit: each at the place of its first node, or of what it needs if that comes later."""
     members: dict[Node, list[Node]] = defaultdict(list)
     needs: dict[Node, dict[Node, None]] = defaultdict(dict)
     for node in sorted(nodes, key=_makes_a_gradient(graph, nodes, unit).__getitem__):
