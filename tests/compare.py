@@ -49,9 +49,16 @@ def same_steps(
     steps: int = 5,
     fullgraph: bool = False,
     tolerance: float = 1e-5,
+    micro_batches: int = 1,
+    resumes: bool = False,
 ) -> nn.Module:
     """Train ``build()`` sharded, and in one process on the batches of all ranks. Gradients (and which are ``None``),
-    parameters and buffers must agree to rounding. Runs on a rank; returns the sharded model."""
+    parameters and buffers must agree to rounding. Runs on a rank; returns the sharded model.
+
+    Args:
+        micro_batches: how many are added up in each step, and reduced together.
+        resumes: whether another sharded model goes on after the second step, with the state of the first.
+    """
     torch.manual_seed(0)
     plain = build()
     torch.manual_seed(0)
@@ -59,9 +66,18 @@ def same_steps(
     forward = lowered(model, lowering, fullgraph)
     optimizers = [optimizer([p for p in m.parameters() if p.requires_grad], lr=0.05) for m in (plain, model)]
     for step in range(steps):
-        batches = [inputs(step, rank) for rank in range(dist.get_world_size())]
-        plain(torch.cat(batches)).square().mean().backward()
-        forward(batches[dist.get_rank()]).square().mean().backward()
+        if resumes and step == 2:
+            state = model.state_dict()
+            model = wrap(build())
+            model.load_state_dict(state)
+            forward = lowered(model, lowering, fullgraph)
+            optimizers[1] = optimizer([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        for number in range(step * micro_batches, (step + 1) * micro_batches):
+            if micro_batches > 1:
+                model.set_requires_gradient_sync((number + 1) % micro_batches == 0)
+            batches = [inputs(number, rank) for rank in range(dist.get_world_size())]
+            plain(torch.cat(batches)).square().mean().backward()
+            forward(batches[dist.get_rank()]).square().mean().backward()
         assert_same(
             {n: p.grad for n, p in model.named_parameters()},
             {n: p.grad for n, p in plain.named_parameters()},

@@ -33,6 +33,7 @@ def campaign(count: int) -> dict[str, Any]:
     @given(models)
     def check(model: Model) -> None:
         kinds.update([model.lowering, model.mode.split()[0], *(f"contains {kind}" for kind in {*model.tree.kinds()})])
+        kinds.update({"adds up micro-batches": model.micro_batches > 1, "resumes": model.resumes})
         ranks.run(trains_as_in_a_single_process, model)
         if model.lowering != "eager":
             ranks.run(_has_the_same_bits_under_every_plan, model)
@@ -61,7 +62,10 @@ def _train(model: Model, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     optimizer = optim.SGD([param for param in sharded.parameters() if param.requires_grad], lr=0.05)
     torch.manual_seed(1)
     for step in range(STEPS):
-        forward(vectors(step, torch.distributed.get_rank())).square().mean().backward()
+        for number in range(step * model.micro_batches, (step + 1) * model.micro_batches):
+            if model.micro_batches > 1:
+                sharded.set_requires_gradient_sync((number + 1) % model.micro_batches == 0)
+            forward(vectors(number, torch.distributed.get_rank())).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return {fqn: whole(param) for fqn, param in sharded.named_parameters()}

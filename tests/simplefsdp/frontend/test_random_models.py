@@ -53,6 +53,10 @@ class Model:
     last_dim: bool
     parts_first: tuple[bool, ...]
     frozen: tuple[bool, ...]
+    micro_batches: int
+    """Number that a step adds up."""
+    resumes: bool
+    """Whether another model goes on in mid-training, with the state of the first."""
 
     def build(self) -> nn.Module:
         body = self.tree.build()
@@ -98,13 +102,22 @@ models = st.builds(
     last_dim=st.booleans(),
     parts_first=booleans,
     frozen=booleans,
+    micro_batches=st.integers(1, 2),
+    resumes=st.booleans(),
 )
 
 
 def trains_as_in_a_single_process(model: Model) -> None:
     """Train ``model`` on a rank, and beside it in one process; raise ``AssertionError`` where they differ."""
     torch.manual_seed(0)
-    same_steps(model.build, model.lowering, wrap=model.shard, tolerance=1e-4)
+    same_steps(
+        model.build,
+        model.lowering,
+        wrap=model.shard,
+        tolerance=1e-4,
+        micro_batches=model.micro_batches,
+        resumes=model.resumes,
+    )
 
 
 @pytest.mark.slow
