@@ -12,13 +12,13 @@ a kernel makes would be reduced as late as its last operator comes.
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, takewhile
 
 import torch
 from torch.fx import Graph, Node
 
-from inductor_passes.collectives import before_cast_and_pad, reductions
+from inductor_passes.collectives import before_cast_and_pad, gathers, reductions, source_chain
 from inductor_passes.fusion import fused_regions, is_view, own_collective, storage_of
 
 
@@ -29,13 +29,47 @@ def put_fused_together(graph: Graph) -> None:
     comes later now follows it; all else keeps its order, and so do random numbers and the model's own collectives.
     Operators that write to their inputs, and what is behind the first of them, stay.
     """
-    nodes = [*takewhile(_moves, (node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")))]
-    if not nodes:
+    every = [*takewhile(_moves, (node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")))]
+    if not every:
         return
-    behind = nodes[-1].next
-    for node in _ordered(graph, nodes, _units(graph, nodes)):
+    behind = every[-1].next
+    gathered = _made_of_weights(graph, every)
+    nodes = [node for node in every if node not in gathered]
+    for node in _with_weights(_ordered(graph, nodes, _units(graph, nodes)), gathered):
         behind.prepend(node)
     graph.lint()
+
+
+def _made_of_weights(graph: Graph, nodes: Sequence[Node]) -> dict[Node, None]:
+    """Return gathers, what prepares them, and what is made of their results alone: a plan says where they are.
+
+    They come before their first reader, and have no part in the order of compute: that is the same for weights that
+    are kept unsharded.
+    """
+    found: dict[Node, None] = {}
+    for gather in gathers(graph):
+        found |= dict.fromkeys([*source_chain(gather.node), gather.node])
+    for node in nodes:
+        if node.all_input_nodes and all(source in found for source in node.all_input_nodes):
+            found[node] = None
+    return {node: None for node in nodes if node in found}
+
+
+def _with_weights(ordered: Sequence[Node], gathered: dict[Node, None]) -> Iterator[Node]:
+    """Yield ``ordered``, and before each node those of ``gathered`` that it is the first to need."""
+    left = dict(gathered)
+
+    def needed(node: Node) -> Iterator[Node]:
+        for source in node.all_input_nodes:
+            if source in left:
+                yield from needed(source)
+                del left[source]
+                yield source
+
+    for node in ordered:
+        yield from needed(node)
+        yield node
+    yield from left
 
 
 def _moves(node: Node) -> bool:

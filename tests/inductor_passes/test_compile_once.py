@@ -84,7 +84,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], list[int], list[int]
     "tied weights": ({"tie_embeddings": True}, simple_fsdp, {}, [4], [4]),
     "hybrid shards": ({}, hybrid, {}, [4], [4]),
     "unsharded weights": ({}, lambda model: simple_fsdp(model, reshard_after_forward=False), {}, [4], [3]),
-    "selective checkpointing": ({"activation_checkpointing": "selective"}, simple_fsdp, {}, [4], [4, 4]),
+    "selective checkpointing": ({"activation_checkpointing": "selective"}, simple_fsdp, {}, [4], [4]),
     # Before 2.15 a checkpoint's attention keeps the state of the random generator, and cuts a block in two.
     "checkpointed blocks": (
         {"activation_checkpointing": "block"},

@@ -154,7 +154,7 @@ def test_the_planner_keeps_what_it_is_left_to_decide_as_the_budget_allows(tmp_pa
     tight, loose = (
         set(planned(tmp_path / str(n), reshard="auto", memory_budget=least + n).keep_unsharded) for n in (0, 150_000)
     )
-    assert tight < loose <= set(everything.keep_unsharded)
+    assert tight < loose < needed  # with less memory gathers come later, and other weights are worth keeping
     quick = replace(
         PROFILE, network=flat("quick", 8, alpha_s=1e-9, bandwidth_bytes_per_s=1e15), collective_launch_s=0.0
     )
