@@ -80,11 +80,12 @@ def _units(graph: Graph, nodes: Sequence[Node]) -> dict[Node, Node]:
     """Return, for each node, the first node of what is moved with it: its kernel, or that of which it is a view."""
     regions = fused_regions(graph)
     unit: dict[Node, Node] = {}
+    first: dict[Node, Node] = {}  # of a kernel that also computes what is made of weights alone, which is not moved
     for node in nodes:
         viewed = node.all_input_nodes[0] if is_view(node) and node.all_input_nodes else None
         if viewed in regions:
             regions[node] = regions[viewed]
-        unit[node] = regions.get(node, node)
+        unit[node] = first.setdefault(regions.get(node, node), node)
     return unit
 
 
