@@ -47,6 +47,13 @@ def planned(
     return BucketPlan.load(path)
 
 
+def predicted(folder: Path) -> tuple[float, int]:
+    """Return the seconds and the peak in bytes of the step that was planned with this folder."""
+    (path,) = folder.glob("*/prediction.json")
+    found = json.loads(path.read_text())
+    return found["step_s"], found["peak_bytes"]
+
+
 @pytest.mark.compile
 @pytest.mark.usefixtures("one_of_four")
 @pytest.mark.parametrize("name", ["auto", "greedy"])
@@ -155,6 +162,9 @@ def test_the_planner_keeps_what_it_is_left_to_decide_as_the_budget_allows(tmp_pa
         set(planned(tmp_path / str(n), reshard="auto", memory_budget=least + n).keep_unsharded) for n in (0, 150_000)
     )
     assert tight < loose < needed  # with less memory gathers come later, and other weights are worth keeping
+    (short, _), (enough, peak), (free, _) = (predicted(tmp_path / name) for name in ("0", "150000", "free"))
+    assert short > enough > 0.995 * free
+    assert peak <= least + 150_000
     quick = replace(
         PROFILE, network=flat("quick", 8, alpha_s=1e-9, bandwidth_bytes_per_s=1e15), collective_launch_s=0.0
     )
@@ -167,8 +177,7 @@ def test_without_a_budget_the_memory_of_a_gpu_is_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def peak(folder: str) -> int:
-        (path,) = (tmp_path / folder).glob("*/prediction.json")
-        return int(json.loads(path.read_text())["peak_bytes"])
+        return predicted(tmp_path / folder)[1]
 
     def bytes_of_a_device(nbytes: int) -> None:
         monkeypatch.setattr("simplefsdp.compile.options.device_memory_bytes", lambda _device: nbytes)
