@@ -18,8 +18,9 @@ from itertools import pairwise, takewhile
 import torch
 from torch.fx import Graph, Node
 
-from inductor_passes.collectives import before_cast_and_pad, gathers, reductions, source_chain
+from inductor_passes.collectives import before_cast_and_pad, reductions
 from inductor_passes.fusion import fused_regions, is_view, own_collective, storage_of
+from inductor_passes.scheduling.order_items import compute_positions, graph_items
 
 
 def put_fused_together(graph: Graph) -> None:
@@ -33,26 +34,23 @@ def put_fused_together(graph: Graph) -> None:
     if not every:
         return
     behind = every[-1].next
-    gathered = _made_of_weights(graph, every)
+    gathered = _made_of_weights(graph)
     nodes = [node for node in every if node not in gathered]
     for node in _with_weights(_ordered(graph, nodes, _units(graph, nodes)), gathered):
         behind.prepend(node)
     graph.lint()
 
 
-def _made_of_weights(graph: Graph, nodes: Sequence[Node]) -> dict[Node, None]:
+def _made_of_weights(graph: Graph) -> dict[Node, None]:
     """Return gathers, what prepares them, and what is made of their results alone: a plan says where they are.
 
     They come before their first reader, and have no part in the order of compute: that is the same for weights that
     are kept unsharded.
     """
-    found: dict[Node, None] = {}
-    for gather in gathers(graph):
-        found |= dict.fromkeys([*source_chain(gather.node), gather.node])
-    for node in nodes:
-        if node.all_input_nodes and all(source in found for source in node.all_input_nodes):
-            found[node] = None
-    return {node: None for node in nodes if node in found}
+    nodes, items = graph_items(graph)
+    at = compute_positions(items)
+    copies = at.copy_in | {i for i in at.copy_out if at.weights[i]}
+    return {nodes[i]: None for i, item in enumerate(items) if item.kind in ("gather", "gathered") or i in copies}
 
 
 def _with_weights(ordered: Sequence[Node], gathered: dict[Node, None]) -> Iterator[Node]:

@@ -1,6 +1,6 @@
 """The property that all models must have: sharded training is training of the whole model on all ranks' batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -72,9 +72,7 @@ def same_steps(
             model.load_state_dict(state)
             forward = lowered(model, lowering, fullgraph)
             optimizers[1] = optimizer([p for p in model.parameters() if p.requires_grad], lr=0.05)
-        for number in range(step * micro_batches, (step + 1) * micro_batches):
-            if micro_batches > 1:
-                model.set_requires_gradient_sync((number + 1) % micro_batches == 0)
+        for number in numbers_of_micro_batches(model, step, micro_batches):
             batches = [inputs(number, rank) for rank in range(dist.get_world_size())]
             plain(torch.cat(batches)).square().mean().backward()
             forward(batches[dist.get_rank()]).square().mean().backward()
@@ -89,6 +87,14 @@ def same_steps(
     assert_same(dict(model.named_parameters()), dict(plain.named_parameters()), tolerance)
     assert_same(dict(model.named_buffers()), dict(plain.named_buffers()), tolerance)
     return model
+
+
+def numbers_of_micro_batches(model: nn.Module, step: int, count: int) -> Iterator[int]:
+    """Yield the number of each micro-batch of a step, before the last of which gradients are reduced again."""
+    for number in range(step * count, (step + 1) * count):
+        if count > 1:
+            model.set_requires_gradient_sync((number + 1) % count == 0)
+        yield number
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:

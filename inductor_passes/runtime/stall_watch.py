@@ -135,7 +135,8 @@ class _Comparison:
         for what in {*self.mine.recent} & self.graphs.keys():
             if not self.store.check([what]):
                 self.store.set(what, self.graphs[what])
-        published = self.store.compare_set("longest", "", self._published()).decode()
+        mine = self._published()
+        published = self.store.compare_set("longest", "", mine).decode()
         rank, total, digest = json.loads(published)
         if (total, digest) == (self.mine.total, self.digest):
             self.is_done = True
@@ -150,8 +151,8 @@ class _Comparison:
                 f"{other!r}{settings}. All ranks must use the same layers, steps and settings in the same order"
             )
             return str(self.store.compare_set("conflict", "", reason).decode())
-        longer, text = self.mine.total > total, self._published()
-        self.is_done = not longer or self.store.compare_set("longest", published, text).decode() == text
+        longer = self.mine.total > total
+        self.is_done = not longer or self.store.compare_set("longest", published, mine).decode() == mine
         return ""
 
     def _published(self) -> str:

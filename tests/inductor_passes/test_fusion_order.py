@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from inductor_passes.collectives import FQNS
 from inductor_passes.fusion import fused_regions, is_view
 from inductor_passes.fusion_order import put_fused_together
-from tests.graphs import REDUCE_SCATTER, WAIT
+from tests.graphs import ALL_GATHER, REDUCE_SCATTER, WAIT
 from tests.inductor_passes.test_bucket import call
 
 aten = torch.ops.aten
@@ -28,14 +28,18 @@ def compute(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op == "call_function"]
 
 
-def reduced(graph: Graph, gradient: Node) -> Node:
-    """Reduce a gradient over a group of one rank, and await it."""
-    issued = graph.call_function(REDUCE_SCATTER, (gradient, "avg", 1, "0"))
-    issued.meta["val"] = gradient.meta["val"]
+def over_one_rank(graph: Graph, target: Any, source: Node, *args: Any) -> Node:
+    """Issue a parameter's collective over a group of one rank, and await it."""
+    issued = graph.call_function(target, (source, *args, 1, "0"))
+    issued.meta["val"] = source.meta["val"]
     issued.meta[FQNS] = ("weight",)
     awaited = graph.call_function(WAIT, (issued,))
     awaited.meta["val"] = issued.meta["val"]
     return awaited
+
+
+def reduced(graph: Graph, gradient: Node) -> Node:
+    return over_one_rank(graph, REDUCE_SCATTER, gradient, "avg")
 
 
 def test_what_is_fused_moves_to_its_last_input_and_what_reads_it_follows() -> None:
@@ -81,6 +85,22 @@ def test_a_gradient_that_its_kernel_reads_again_comes_before_its_reader() -> Non
     graph.output((awaited, read))
     put_fused_together(graph)
     assert compute(graph) == [gradient, read, *awaited.all_input_nodes, awaited]
+
+
+def test_weights_have_no_part_in_the_order_and_come_before_their_first_reader() -> None:
+    """A kernel also computes what is made of a weight alone: it comes first there."""
+    graph = Graph()
+    x, shard = square(graph, "x"), square(graph, "shard")
+    cast = graph.call_function(aten._to_copy.default, (shard,), {"dtype": torch.float32})
+    cast.meta["val"] = shard.meta["val"]
+    gathered = over_one_rank(graph, ALL_GATHER, cast)
+    factor, scale = call(graph, aten.neg.default, gathered), call(graph, aten.exp.default, gathered)
+    other = call(graph, aten.sin.default, x)
+    product = call(graph, aten.mm.default, x, factor)
+    scaled = call(graph, aten.mul.Tensor, product, scale)
+    graph.output((other, scaled))
+    put_fused_together(graph)
+    assert compute(graph) == [other, cast, *gathered.all_input_nodes, gathered, factor, product, scale, scaled]
 
 
 def test_kernels_that_need_each_other_are_left_alone() -> None:

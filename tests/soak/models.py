@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from torch import optim
 
-from tests.compare import vectors, whole
+from tests.compare import numbers_of_micro_batches, vectors, whole
 from tests.models import PROFILE
 from tests.ranks import Ranks
 from tests.simplefsdp.frontend.test_random_models import Model, models, trains_as_in_a_single_process
@@ -62,9 +62,7 @@ def _train(model: Model, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     optimizer = optim.SGD([param for param in sharded.parameters() if param.requires_grad], lr=0.05)
     torch.manual_seed(1)
     for step in range(STEPS):
-        for number in range(step * model.micro_batches, (step + 1) * model.micro_batches):
-            if model.micro_batches > 1:
-                sharded.set_requires_gradient_sync((number + 1) % model.micro_batches == 0)
+        for number in numbers_of_micro_batches(sharded, step, model.micro_batches):
             forward(vectors(number, torch.distributed.get_rank())).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
