@@ -24,6 +24,7 @@ setup(
             "accelerate",
             "lightning",
             "pytorch-optimizer",
+            "torchao",
             "pytest",
             "pytest-xdist",
             "hypothesis",

@@ -43,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--batch-size", type=int, default=8, help="sequences per rank and step")
     add("--seq-len", type=int, default=256, help="bytes per sequence")
     add("--optimizer", choices=["adamw", "muon", "galore", "ranger21"], default="adamw")
+    add("--moments", choices=["full", "factored", "8bit"], default="full", help="of galore")
     add("--lr", type=float, default=4e-3, help="peak learning rate")
     add("--warmup", type=int, default=30, help="steps of linear warm-up before the cosine decay")
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
@@ -135,7 +136,8 @@ def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Op
         return muon(model, args.lr, weight_decay=0.1, adamw_betas=betas, **scale)
     if args.optimizer == "galore":
         rank = llama.CONFIGS[args.model].dim // 2
-        return galore(model, rank, args.lr, refresh=50, scale=1.0, betas=betas, weight_decay=0.1)
+        settings: Any = {"refresh": 50, "scale": 1.0, "moments": args.moments}
+        return galore(model, rank, args.lr, betas=betas, weight_decay=0.1, **settings)
     if args.optimizer == "ranger21":  # main() has a schedule of its own
         return Ranger21(model.parameters(), 2 * args.steps, args.lr, betas=betas, warmup=1, warmdown=args.steps)
     return torch.optim.AdamW(model.parameters(), lr=args.lr, betas=betas, weight_decay=0.1)

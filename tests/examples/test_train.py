@@ -53,7 +53,7 @@ def test_the_line_that_a_run_prints_resumes_it_bitwise(tmp_path):
         ["--mixed-precision", "bf16", "--activation-checkpointing", "selective"],
         ["--activation-checkpointing", "block", "--keep-unsharded", "--plan", "none", "--optimizer", "muon"],
         ["--optimizer", "ranger21", "--plan", "none"],
-        ["--optimizer", "galore", "--plan", "none"],
+        ["--optimizer", "galore", "--moments", "factored", "--plan", "none"],
     ],
 )
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from torch import nn
 from simplefsdp.training.optimizers.distribute import EXCHANGE_BYTES, distribute_optimizer
 from simplefsdp.training.optimizers.hidden import split_parameters
 from simplefsdp.training.optimizers.low_rank import GaLore
+from simplefsdp.training.optimizers.moments import Moments
 
 log = logging.getLogger("simplefsdp")
 
@@ -20,6 +21,7 @@ def galore(
     *,
     refresh: int = 200,
     scale: float = 0.25,
+    moments: Moments = "full",
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
@@ -38,6 +40,7 @@ def galore(
         lr: learning rate of all parameters.
         refresh: see ``GaLore``.
         scale: see ``GaLore``.
+        moments: of projected gradients: ``"full"``, ``"8bit"`` or ``"factored"``, see ``GaLore``.
         betas: of AdamW, projected or not.
         eps: of AdamW, projected or not.
         weight_decay: decoupled, of all parameters.
@@ -47,6 +50,7 @@ def galore(
 
     Raises:
         ValueError: a pattern names no parameter; a setting is out of range; the model has no hidden matrix.
+        ImportError: ``moments`` needs a package that is not installed.
         TypeError, RuntimeError: see ``distribute_optimizer``.
     """
     if not isinstance(rank, int):
@@ -58,6 +62,6 @@ def galore(
     if rest:
         groups.append({"params": [*rest.values()], "algorithm": "adamw"})
     log.info("GaLore projects %s; AdamW steps %s", ", ".join(hidden), ", ".join(rest) or "nothing else")
-    settings: Any = {"refresh": refresh, "scale": scale, "betas": betas, "eps": eps, "seed": seed}
+    settings: Any = {"refresh": refresh, "scale": scale, "betas": betas, "eps": eps, "seed": seed, "moments": moments}
     optimizer = GaLore(groups, rank, lr, weight_decay=weight_decay, **settings)
     return distribute_optimizer(optimizer, exchange_bytes=exchange_bytes)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from simplefsdp.training.optimizers.matrix_optimizer import MatrixOptimizer
+from simplefsdp.training.optimizers.moments import Moments, check_moments, normalised
 
 log = logging.getLogger("simplefsdp")
 
@@ -21,13 +22,13 @@ _POWER_ITERATIONS = 2
 
 
 class GaLore(MatrixOptimizer):
-    """AdamW whose moments are those of projected gradients, for matrices, and AdamW for the rest, by groups.
+    """AdamW or Adafactor on the moments of projected gradients, for matrices, and AdamW for the rest, by groups.
 
     The gradient of a matrix of a rows and b columns is projected from the side that is shorter: to (rank, b) if a <= b,
-    else to (a, rank). Its moments have that shape, and what AdamW makes of them is projected back. The projection are
-    the first left, or right, singular vectors of a gradient. All state is tensors (``projection``, ``step``,
-    ``exp_avg``, ``exp_avg_sq``), so a run that is resumed between two searches goes on in the same subspace. The log
-    (``simplefsdp``, INFO) has the share of the gradients' energy that a search keeps.
+    else to (a, rank). Its moments have that shape, and the step that they make is projected back. The projection are
+    the first left, or right, singular vectors of a gradient. All state is tensors (``projection``, ``step`` and the
+    moments), so a run that is resumed between two searches goes on in the same subspace. The log (``simplefsdp``,
+    INFO) has the share of the gradients' energy that a search keeps.
 
     Args:
         params: parameters, or groups of them; trailing dims count as one.
@@ -36,13 +37,18 @@ class GaLore(MatrixOptimizer):
         algorithm: ``"galore"`` or ``"adamw"``.
         refresh: number of steps after which the subspace is searched again.
         scale: factor of what is projected back.
-        betas: decay of first and second moments.
-        eps: is added to the root of the second moments.
+        moments: of projected gradients. ``"full"``: those of AdamW (``exp_avg`` and ``exp_avg_sq``, in the dtype of the
+            parameter). ``"8bit"``: the same, each a byte and a scale for each 256; needs the package torchao.
+            ``"factored"``: those of Adafactor, second moments as a column and a row (``row_var``, ``col_var``) and,
+            if ``betas[0]`` is not 0, first moments of its steps (``exp_avg``).
+        betas: decay of first and second moments; that of ``"factored"`` second moments is Adafactor's own.
+        eps: is added to the root of the second moments; not with ``"factored"``.
         weight_decay: decoupled, multiplied by ``lr``.
         seed: of the random matrices that the search begins with; the same for every rank and parameter.
 
     Raises:
         ValueError: a setting is out of range; a parameter of ``"galore"`` is no real matrix.
+        ImportError: ``moments`` needs a package that is not installed.
     """
 
     own = "galore"
@@ -59,6 +65,7 @@ class GaLore(MatrixOptimizer):
         algorithm: Literal["galore", "adamw"] = "galore",
         refresh: int = 200,
         scale: float = 0.25,
+        moments: Moments = "full",
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -70,12 +77,18 @@ class GaLore(MatrixOptimizer):
             "rank": rank,
             "refresh": refresh,
             "scale": scale,
+            "moments": moments,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "seed": seed,
         }
         super().__init__(params, defaults)
+
+    def check(self, group: dict[str, Any]) -> None:
+        """Raise as the class says."""
+        super().check(group)
+        check_moments(group["moments"])
 
     def step_matrices(self, params: list[Tensor], group: dict[str, Any]) -> None:
         """Step the parameters of a group, and log what new subspaces keep."""
@@ -95,22 +108,16 @@ class GaLore(MatrixOptimizer):
         wide = gradient if from_left else gradient.mT
         rank = min(group["rank"], wide.shape[0])
         if not state:
-            zeros = torch.zeros(rank, wide.shape[1], dtype=param.dtype, device=param.device)
-            state |= {"step": torch.zeros((), dtype=torch.float32), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+            state["step"] = torch.zeros((), dtype=torch.float32)
         energy = None
         if int(state["step"]) % group["refresh"] == 0:
             seed = group["seed"] + int(state["step"])
             state["projection"], energy = search_subspace(wide, rank, seed)
         state["step"] += 1
-        step, (beta1, beta2) = int(state["step"]), group["betas"]
-        projected = state["projection"].mT @ wide
-        state["exp_avg"].lerp_(projected, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(projected, projected, value=1 - beta2)
-        denominator = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        update = state["projection"] @ (state["exp_avg"] / denominator)
+        update = state["projection"] @ normalised(state, state["projection"].mT @ wide, group)
         update = update if from_left else update.mT
         param.mul_(1 - group["lr"] * group["weight_decay"])
-        param.add_(update.reshape(param.shape), alpha=-group["lr"] * group["scale"] / (1 - beta1**step))
+        param.add_(update.reshape(param.shape), alpha=-group["lr"] * group["scale"])
         return energy
 
 

@@ -1,6 +1,7 @@
 """GaLore: its search of subspaces, its formula, its bytes, and its values on sharded parameters."""
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,68 @@ def test_steps_are_those_of_the_paper(shape: tuple[int, ...]) -> None:
     assert optimizer.state[weight]["exp_avg"].shape == (3, 10)
 
 
+def low_gradients() -> list[Tensor]:
+    """Gradients of a matrix of 8 rows, which GaLore of rank 8 turns and does not narrow."""
+    torch.manual_seed(0)
+    return [torch.randn(8, 96) * 10 ** -torch.rand(8, 96) for _ in range(4)]
+
+
+def steps_of_galore(**settings: Any) -> tuple[list[Tensor], list[Tensor], GaLore]:
+    """Return the projected gradients of each step, and what GaLore made of them at learning rate 1."""
+    weight = nn.Parameter(torch.zeros(8, 96))
+    optimizer = GaLore([weight], 8, lr=1.0, scale=1.0, refresh=10, **settings)
+    low, made = [], []
+    for gradient in low_gradients():
+        before = weight.detach().clone()
+        weight.grad = gradient
+        optimizer.step()
+        projection = optimizer.state[weight]["projection"]
+        low.append(projection.mT @ gradient)
+        made.append(projection.mT @ (before - weight.detach()))
+    return low, made, optimizer
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.9])
+def test_factored_moments_are_those_of_torchs_adafactor(beta1: float) -> None:
+    low, made, _ = steps_of_galore(moments="factored", betas=(beta1, 0.999))
+    first = torch.zeros(8, 96)
+    stand_in = nn.Parameter(torch.zeros(8, 96))
+    # A learning rate that no root mean square of the parameter and no number of steps makes smaller.
+    adafactor = torch.optim.Adafactor([stand_in], lr=0.25, eps=(None, 1.0))
+    for gradient, found in zip(low, made, strict=True):
+        with torch.no_grad():
+            stand_in.zero_()
+        stand_in.grad = gradient
+        adafactor.step()
+        first = beta1 * first - (1 - beta1) * stand_in.detach() / 0.25
+        torch.testing.assert_close(found, first, rtol=1e-4, atol=1e-5)
+
+
+def test_moments_in_8_bits_are_those_of_torchao() -> None:
+    adam = pytest.importorskip("torchao.optim.adam")
+    low, made, optimizer = steps_of_galore(moments="8bit", betas=(0.8, 0.9), eps=1e-6)
+    moments = [adam.OptimState8bit.zeros((8, 96), signed) for signed in (True, False)]
+    for step, (gradient, found) in enumerate(zip(low, made, strict=True)):
+        value = torch.zeros(8, 96)
+        rest = (None, torch.tensor(1.0), 0.8, 0.9, 0.0, 1e-6, True, False)
+        adam.single_param_adam(value, gradient, torch.tensor(step + 1.0), *moments, *rest)
+        torch.testing.assert_close(found, -value, rtol=1e-3, atol=1e-4)
+    (state,) = optimizer.state.values()
+    assert torch.equal(state["exp_avg_sq"], moments[1].codes)
+    assert {n: (v.nbytes, v.numel()) for n, v in state.items() if n.startswith("exp_avg")} == {
+        "exp_avg": (768, 768),
+        "exp_avg_scale": (12, 3),
+        "exp_avg_sq": (768, 768),
+        "exp_avg_sq_scale": (12, 3),
+    }
+
+
+def test_moments_in_8_bits_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim.quant_utils", None)
+    with pytest.raises(ImportError, match="moments: '8bit' needs the package torchao"):
+        GaLore([nn.Parameter(torch.ones(4, 4))], 2, moments="8bit")
+
+
 def test_the_trial_of_galore_finds_what_is_known_of_it() -> None:
     weight, bias = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
     optimizer = GaLore([{"params": [weight]}, {"params": [bias], "algorithm": "adamw"}], 2)
@@ -102,21 +165,25 @@ def test_state_takes_60_percent_less_than_that_of_adamw_at_the_settings_of_the_p
     assert totals[0] < 0.4 * totals[1]
 
 
-def make(model: Any, distribute: bool) -> Any:
+def make(model: Any, distribute: bool, moments: Any = "full") -> Any:
     hidden = [p for p in model.parameters() if p.ndim == 2 and p.dtype == torch.float32 and p.requires_grad]
     rest = [p for p in model.parameters() if p.requires_grad and not any(p is other for other in hidden)]
-    optimizer = GaLore([{"params": hidden}, {"params": rest, "algorithm": "adamw"}], 2, lr=0.1, refresh=3)
+    groups = [{"params": hidden}, {"params": rest, "algorithm": "adamw"}]
+    optimizer = GaLore(groups, 2, lr=0.1, refresh=3, moments=moments)
     return distribute_optimizer(optimizer, exchange_bytes=600) if distribute else optimizer
 
 
-@pytest.mark.parametrize("mode", ["fully", "hybrid", "columns", "tensor parallel"])
-def test_sharded_parameters_have_the_values_of_one_process(four_ranks: Ranks, mode: str) -> None:
-    four_ranks.run(_sharded, mode)
+@pytest.mark.parametrize(
+    ("mode", "moments"),
+    [*((mode, "full") for mode in ("fully", "hybrid", "columns", "tensor parallel")), ("fully", "8bit")],
+)
+def test_sharded_parameters_have_the_values_of_one_process(four_ranks: Ranks, mode: str, moments: str) -> None:
+    four_ranks.run(_sharded, mode, moments)
 
 
-def _sharded(mode: str) -> None:
+def _sharded(mode: str, moments: str) -> None:
     plain, model = Model(0), MODES[mode](Model(0))
-    optimizers = [make(plain, distribute=False), make(model, distribute=True)]
+    optimizers = [make(plain, distribute=False, moments=moments), make(model, distribute=True, moments=moments)]
     for step in range(8):
         set_gradients(plain, model, step)
         for optimizer in optimizers:
@@ -124,16 +191,17 @@ def _sharded(mode: str) -> None:
     assert_same_values(MODES[mode], plain, model)
 
 
+@pytest.mark.parametrize("moments", ["full", "8bit", "factored"])
 def test_a_run_is_resumed_in_the_middle_of_a_period_on_other_ranks(
-    two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path
+    two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, moments: str
 ) -> None:
-    four_ranks.run(_save, str(tmp_path))
-    two_ranks.run(_load, str(tmp_path))
+    four_ranks.run(_save, str(tmp_path), moments)
+    two_ranks.run(_load, str(tmp_path), moments)
 
 
-def _save(folder: str) -> None:
+def _save(folder: str, moments: str) -> None:
     model = MODES["tensor parallel"](Model(0))
-    optimizer = make(model, distribute=True)
+    optimizer = make(model, distribute=True, moments=moments)
     for step in range(4):
         set_gradients(Model(0), model, step)
         optimizer.step()
@@ -142,9 +210,9 @@ def _save(folder: str) -> None:
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
 
 
-def _load(folder: str) -> None:
+def _load(folder: str, moments: str) -> None:
     plain, model = Model(0), MODES["fully"](Model(7))
-    reference, optimizer = make(plain, distribute=False), make(model, distribute=True)
+    reference, optimizer = (make(m, distribute=m is model, moments=moments) for m in (plain, model))
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder, planner=StrictLoadPlanner())
     set_model_state_dict(model, weights)
@@ -180,6 +248,7 @@ def test_what_galore_cannot_step_is_named() -> None:
         ({"rank": 0}, "rank: expected a positive number, found 0"),
         ({"rank": 40}, "rank: the model has no hidden matrix of a higher rank than 40"),
         ({"rank": 4, "refresh": 0}, "refresh: expected a positive number, found 0"),
+        ({"rank": 4, "moments": "4bit"}, r"moments: expected one of \('full', 'factored', '8bit'\), found '4bit'"),
         ({"rank": 4, "scale": -1.0}, "scale: expected a number of at least 0, found -1.0"),
         ({"rank": 4, "betas": (1.0, 0.9)}, r"betas: expected from 0 to less than 1, found \(1.0, 0.9\)"),
         ({"rank": 4, "adamw": ["nothing"]}, "adamw: unknown parameter 'nothing'"),
