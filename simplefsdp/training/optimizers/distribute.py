@@ -23,11 +23,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from inductor_passes.runtime.agreement import Subject, compare
-from inductor_passes.torch_compat.distributed import is_single_process_group
-from simplefsdp.training.optimizers.exchange import Exchange, process_group
+from inductor_passes.torch_compat.checkpoint import options_of_full_state
+from simplefsdp.training.optimizers.exchange import Exchange
 from simplefsdp.training.optimizers.low_rank import GaLore
 from simplefsdp.training.optimizers.newton_schulz import Muon
 from simplefsdp.training.optimizers.on_shards import ELEMENTWISE, replace_step
+from simplefsdp.training.optimizers.owned_state import place_state, state_of_all
 from simplefsdp.training.optimizers.ownership import Owned, cost, deal, exchange_groups, lanes, layout, name_of
 from simplefsdp.training.optimizers.probe import Way, way_of
 from simplefsdp.training.optimizers.ranger21 import Ranger21
@@ -107,6 +108,7 @@ def distribute_optimizer(
     distribution.deal()
     optimizer.simple_fsdp_distribution = distribution  # type: ignore[attr-defined]
     optimizer.register_load_state_dict_post_hook(lambda _: distribution.state_was_loaded())
+    optimizer.register_state_dict_post_hook(lambda _, state_dict: distribution.state_to_save(state_dict))
     replace_step(optimizer, lambda _: distribution.step())
     log.info("%s", distribution)
     return optimizer
@@ -203,8 +205,7 @@ class Distribution:
         """
         if [*map(id, self._trainable())] != [*map(id, self._dealt)]:
             self.deal()
-        if not self._state_is_placed:
-            self._place_state()
+        self._place_state()
         rounds = iter([self.exchanges] if self.at_once else [[each] for each in self.exchanges])
         failure: Exception | None = None
         with substitution(self.optimizer) as call:
@@ -235,10 +236,37 @@ class Distribution:
                 exchange.store()
         if failure is not None:
             raise failure
+        if self.owned and not self.optimizer.state:
+            # Torch lets an optimizer that has no state take a step before it reads it, and others would wait for that.
+            self.optimizer.state[self.owned[0].param] = {}
 
     def state_was_loaded(self) -> None:
         """Place the state on the owners before the next step."""
         self._state_is_placed = False
+
+    def state_to_save(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the state dict of the optimizer: of what this rank owns, or of all if torch's caller asks for that.
+
+        With ``StateDictOptions(full_state_dict=True)`` torch gathers ``DTensor``s, and no plain tensors.
+        """
+        state: dict[int, Any] = {number: of for number, of in state_dict["state"].items() if of}
+        if (options := options_of_full_state()) is not None:
+            self._place_state()
+            numbers = {
+                id(param): number
+                for group, packed in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True)
+                for param, number in zip(group["params"], packed["params"], strict=True)
+            }
+            is_kept = dist.get_rank() == 0 or not options.cpu_offload  # as torch does
+            for param, of in state_of_all(self.optimizer.state, self.owned):
+                if of and is_kept:
+                    state[numbers[id(param)]] = of
+        return state_dict | {"state": state}
+
+    def _place_state(self) -> None:
+        if not self._state_is_placed:
+            place_state(self.optimizer.state, self.owned)
+            self._state_is_placed = True
 
     def __str__(self) -> str:
         counts = Counter(
@@ -289,39 +317,6 @@ class Distribution:
                     lines.setdefault(group.group_name, [f"optimizer: {settings}"]).append(line)
         compare(lines, subject=_SUBJECT)
 
-    def _place_state(self) -> None:
-        """Leave the state of each owned parameter to its owner; whole values are made from sharded ones.
-
-        Raises:
-            RuntimeError (on all ranks): an owner has no state for a parameter, and another rank has.
-        """
-        state = self.optimizer.state
-        by_group: dict[dist.ProcessGroup, list[Owned]] = {}
-        for each in self.owned:
-            by_group.setdefault(process_group(each.param.device_mesh), []).append(each)
-            if mine := state.get(each.param):
-                whole = {key: _whole(value) for key, value in mine.items()}
-                if each.layout.ranks[each.owner] == dist.get_rank():
-                    state[each.param] = whole
-        for group, owned in by_group.items():
-            have = [i for i, each in enumerate(owned) if state.get(each.param)]
-            everywhere = {dist.get_rank(): have}
-            if not is_single_process_group(group.group_name):
-                found: list[Any] = [None] * group.size()
-                dist.all_gather_object(found, have, group)
-                everywhere = dict(zip(dist.get_process_group_ranks(group), found, strict=True))
-            for i, each in enumerate(owned):
-                owner = each.layout.ranks[each.owner]
-                others = [rank for rank, indices in everywhere.items() if i in indices]
-                if others and owner in everywhere and owner not in others:
-                    raise RuntimeError(
-                        f"{name_of(each.param)}: rank {owner} owns it and has no state for it, rank {others[0]} has; "
-                        "load optimizers by torch.distributed.checkpoint, or load the whole state on every rank"
-                    )
-                if owner != dist.get_rank():
-                    state.pop(each.param, None)
-        self._state_is_placed = True
-
     def _here(self) -> list[Substitute]:
         """Return shards and plain parameters, for which nothing is exchanged."""
         owned = {id(each.param) for each in self.owned}
@@ -340,10 +335,6 @@ def _fetch(rounds: Iterator[list[Exchange]]) -> list[Exchange]:
     for exchange in exchanges:
         exchange.fetch()
     return exchanges
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _check_claims(params: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:

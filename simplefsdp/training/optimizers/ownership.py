@@ -44,6 +44,10 @@ class Owned(NamedTuple):
     """Index of the owner in ``layout.ranks``."""
 
     @property
+    def owner_rank(self) -> int:
+        return self.layout.ranks[self.owner]
+
+    @property
     def whole_bytes(self) -> int:
         return self.param.numel() * self.param.element_size()
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from simplefsdp import distribute_optimizer
+from simplefsdp import distribute_optimizer, simple_fsdp
 from simplefsdp.training.checkpoint import StrictLoadPlanner
 from tests.compare import whole
 from tests.ranks import Ranks
@@ -145,6 +146,56 @@ def distribute_like(param: Any, value: torch.Tensor) -> torch.Tensor:
     if not isinstance(param, DTensor):
         return value
     return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None).to_local()
+
+
+@pytest.mark.parametrize("mode", ["fully", "hybrid", "tensor parallel"])
+def test_whole_state_leaves_and_enters_by_torchs_functions(two_ranks: Ranks, four_ranks: Ranks, mode: str) -> None:
+    (two_ranks if mode == "fully" else four_ranks).run(_whole_state, mode)
+
+
+def _whole_state(mode: str) -> None:
+    plain, model = Model(0), MODES[mode](Model(0))
+    reference, optimizer = build("Adafactor", plain, distribute=False), build("Adafactor", model)
+    for step in range(3):
+        set_gradients(plain, model, step)
+        for each in (reference, optimizer):
+            each.step()
+            each.zero_grad()
+    everywhere, on_first = (StateDictOptions(full_state_dict=True, cpu_offload=offload) for offload in (False, True))
+    expected = get_optimizer_state_dict(plain, reference)["state"]
+    found = get_optimizer_state_dict(model, optimizer, options=everywhere)["state"]
+    assert found.keys() == expected.keys()
+    for name, state in expected.items():
+        torch.testing.assert_close(found[name], state, rtol=0, atol=0)
+    weights, state = get_state_dict(model, optimizer, options=on_first)
+    assert (len(state.get("state", {})) == len(expected)) == (dist.get_rank() == 0)
+    asked = "simplefsdp.training.optimizers.distribute.options_of_full_state"
+    with unittest.mock.patch(asked, return_value=on_first):
+        assert (len(optimizer.state_dict()["state"]) == len(expected)) == (dist.get_rank() == 0), "as torch keeps them"
+    other = MODES[mode](Model(7))
+    other_optimizer = build("Adafactor", other)
+    from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, weights, options=from_first)
+    set_optimizer_state_dict(other, other_optimizer, state, options=from_first)
+    for step in range(3, 6):
+        set_gradients(plain, other, step)
+        for each in (reference, other_optimizer):
+            each.step()
+    assert_same_values(MODES[mode], plain, other)
+
+
+def test_ranks_that_own_nothing_do_not_keep_others_waiting(two_ranks: Ranks) -> None:
+    found = two_ranks.run(_one_matrix)
+    assert sorted(map(len, found)) == [0, 1]
+
+
+def _one_matrix() -> Any:
+    model = simple_fsdp(nn.Linear(6, 6, bias=False))
+    optimizer = distribute_optimizer(optim.Adafactor(model.parameters()))
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return get_optimizer_state_dict(model, optimizer)["state"]
 
 
 def test_each_rank_saves_the_state_that_it_owns(two_ranks: Ranks) -> None:
