@@ -250,7 +250,7 @@ class Distribution:
         With ``StateDictOptions(full_state_dict=True)`` torch gathers ``DTensor``s, and no plain tensors.
         """
         state: dict[int, Any] = {number: of for number, of in state_dict["state"].items() if of}
-        if (options := options_of_full_state()) is not None:
+        if self.owned and (options := options_of_full_state()) is not None:
             self._place_state()
             numbers = {
                 id(param): number

@@ -5,6 +5,7 @@ algorithm 4 with the momentum of section 3 and torch's constants; Dettmers et al
 Quantization" (arXiv 2110.02861), by the functions of torchao.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -82,6 +83,7 @@ def _decoded(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
     return values[: flat.numel()].view(codes.shape)
 
 
+@functools.cache
 def _map(signed: bool, device: torch.device) -> Tensor:
     return torch.tensor(_torchao().create_dynamic_map(signed), device=device)
 

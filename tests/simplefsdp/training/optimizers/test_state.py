@@ -184,6 +184,15 @@ def _whole_state(mode: str) -> None:
     assert_same_values(MODES[mode], plain, other)
 
 
+def test_whole_state_of_one_process_is_what_it_has() -> None:
+    model = nn.Linear(6, 6)
+    optimizer = distribute_optimizer(optim.Adafactor(model.parameters()))
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    whole_state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    assert sorted(whole_state["state"]) == ["bias", "weight"]
+
+
 def test_ranks_that_own_nothing_do_not_keep_others_waiting(two_ranks: Ranks) -> None:
     found = two_ranks.run(_one_matrix)
     assert sorted(map(len, found)) == [0, 1]
