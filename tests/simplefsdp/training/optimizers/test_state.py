@@ -189,7 +189,7 @@ def test_whole_state_of_one_process_is_what_it_has() -> None:
     optimizer = distribute_optimizer(optim.Adafactor(model.parameters()))
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
-    whole_state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    whole_state: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     assert sorted(whole_state["state"]) == ["bias", "weight"]
 
 
