@@ -13,7 +13,6 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from inductor_passes.collectives import Collective, gathers, reductions, source_chain
-from inductor_passes.fusion_order import put_fused_together
 from inductor_passes.torch_compat.aot_autograd import (
     PartitionedGraphs,
     min_cut_rematerialization_partition,
@@ -33,10 +32,7 @@ def partition(
     partitioner: Callable[..., PartitionedGraphs] = min_cut_rematerialization_partition,
     **kwargs: Any,
 ) -> PartitionedGraphs:
-    """Partition a joint graph, whose gathers are marked and tagged, by one of torch's partitioners.
-
-    Operators that one kernel will compute are next to each other in both graphs (``fusion_order.py``).
-    """
+    """Partition a joint graph, whose gathers are marked and tagged, by one of torch's partitioners."""
     by_shard: dict[Node, list[Collective]] = {}
     for gather in gathers(joint.graph):
         by_shard.setdefault(_shard_of(gather.node), []).append(gather)
@@ -58,7 +54,6 @@ def partition(
                 _unfold(gather.node)
         for reduction in reductions(module.graph):
             _set_group(reduction.node, reduction.options[-1][0])
-        put_fused_together(module.graph)
     return opaque_objects_last(forward, backward, num_fwd_outputs)
 
 

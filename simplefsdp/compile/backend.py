@@ -19,7 +19,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import list_backends, register_backend
 from torch.fx import Graph, GraphModule
 
-from inductor_passes.partition import partition
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.torch_compat.aot_autograd import PartitionedGraphs
 from inductor_passes.torch_compat.inductor import (
@@ -83,14 +82,14 @@ def trace_cost_graphs(
 
     class CostGraphs(_Partitioner):
         def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> PartitionedGraphs:
-            graphs = partition(gm, joint_inputs, **kwargs)
+            graphs = self.passes.partition(gm, joint_inputs, **kwargs)
             if cast_in_matmuls:
                 self.passes.cast_in_matmuls(graphs[0].graph, graphs[1].graph, math.inf)
             found.append(self.passes.cost_graphs(*(module.graph for module in graphs)))
             return graphs
 
     def trace(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        parsed = parse_options({"profile": profile, "plan": "none"})
+        parsed = parse_options({"profile": profile, "plan": "block"})
         passes = Passes(compilation_context(example_inputs, parsed))
         _inductor(
             gm,

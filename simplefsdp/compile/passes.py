@@ -82,7 +82,8 @@ class Passes:
             )
         if kind == "inference":
             self.notes.is_inference = True
-            put_fused_together(graph)
+            if self.given.request is not None:
+                put_fused_together(graph)
             self._plan(graph, Graph(), self.given.params)
             self._bucket(graph)
 
@@ -90,7 +91,7 @@ class Passes:
         """Partition a joint graph, in place of torch's partitioner, and merge its collectives into buckets."""
         undecided = any(param.reshard is None for param in self.given.params.values())
         graphs, params = self._choose_unsharded(joint, inputs, **kwargs) if undecided else (None, self.given.params)
-        forward, backward = graphs or partition(joint, inputs, **kwargs)
+        forward, backward = graphs or self.partition(joint, inputs, **kwargs)
         request = self.given.request
         if self.given.cast_in_matmuls and request is not None and self.given.profile is not None:
             self.cast_in_matmuls(forward.graph, backward.graph, memory_limit(request, self.given.state.resident_bytes))
@@ -99,6 +100,14 @@ class Passes:
             self._bucket(module.graph)
             module.recompile()
         return forward, backward
+
+    def partition(self, joint: GraphModule, inputs: Any, **kwargs: Any) -> PartitionedGraphs:
+        """Partition a joint graph; where there is a plan, put what one kernel computes next to each other."""
+        graphs = partition(joint, inputs, **kwargs)
+        if self.given.request is not None:
+            for module in graphs:
+                put_fused_together(module.graph)
+        return graphs
 
     def order_and_record(self, graph: Graph, *, order: bool) -> None:
         """Put the nodes of a bucketed graph into the order of the plan, and add the record that ranks compare.
@@ -154,14 +163,14 @@ class Passes:
         """Partition with the weights kept unsharded that the planner chooses; return the graphs and the choice."""
         request, resident = self.given.request, self.given.state.resident_bytes
         assert isinstance(request, SearchRequest)
-        resharded = partition(GraphModule(joint, copy.deepcopy(joint.graph)), inputs, **kwargs)
+        resharded = self.partition(GraphModule(joint, copy.deepcopy(joint.graph)), inputs, **kwargs)
         undecided = [param.fqn for param in self.given.params.values() if param.reshard is None]
         costs = self.cost_graphs(*(module.graph for module in resharded))
         unsharded = choose_unsharded_parameters(request, costs, resident, undecided)
         if unsharded:
             params = with_reshard_decided(self.given.params, unsharded)
             tag(joint.graph, params)
-            graphs = partition(joint, inputs, **kwargs)
+            graphs = self.partition(joint, inputs, **kwargs)
             # The choice did not foresee what is computed from an unsharded weight alone.
             if fits_memory(request, self.cost_graphs(*(module.graph for module in graphs)), resident):
                 return graphs, params

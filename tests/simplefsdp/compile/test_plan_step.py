@@ -69,6 +69,16 @@ def test_each_parameter_is_in_one_bucket(tmp_path: Path, name: str) -> None:
     assert 1 < len(found.reductions) < len(fqns)
 
 
+@pytest.mark.compile
+@pytest.mark.usefixtures("one_of_four")
+def test_what_is_fused_is_put_together_where_there_is_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[Any] = []
+    monkeypatch.setattr("simplefsdp.compile.passes.put_fused_together", moved.append)
+    for plan, graphs in (("none", 0), ("block", 2)):
+        capture(simple_fsdp(tiny_llama(layers=1)), *batch(0, 0), plan=plan)
+        assert len(moved) == graphs
+
+
 @pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize(("checkpointing", "reshard"), [("selective", True), ("none", "auto")])
