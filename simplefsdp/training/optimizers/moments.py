@@ -20,6 +20,9 @@ Moments = Literal["full", "factored", "8bit"]
 _BLOCK = 256
 """Values that have one scale in 8 bits, as in the paper's source."""
 
+_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+"""Adam's moments, and whether they have a sign."""
+
 
 def check_moments(moments: Any) -> None:
     """Raise ``ValueError`` if there are no moments of that name, ``ImportError`` if they need what is not installed."""
@@ -42,7 +45,7 @@ def normalised(state: dict[str, Any], gradient: Tensor, group: dict[str, Any]) -
 
 
 def _adam(state: dict[str, Any], gradient: Tensor, step: int, beta1: float, beta2: float, eps: float) -> Tensor:
-    for name in ("exp_avg", "exp_avg_sq"):
+    for name in _SIGNED:
         if name not in state:
             state[name] = torch.zeros_like(gradient, memory_format=torch.contiguous_format)
     first, second = state["exp_avg"], state["exp_avg_sq"]
@@ -56,11 +59,11 @@ def _adam_in_8_bits(
 ) -> Tensor:
     """Take the step of the moments before they are rounded, as torchao's optimizers do."""
     moments: dict[str, Any] = {}
-    for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+    for name, signed in _SIGNED.items():
         if name in state:
             moments[name] = _decoded(state[name], state[f"{name}_scale"], signed).to(gradient.dtype)
     made = _adam(moments, gradient, step, beta1, beta2, eps)
-    for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+    for name, signed in _SIGNED.items():
         state[name], state[f"{name}_scale"] = _encoded(moments[name], signed)
     return made
 
