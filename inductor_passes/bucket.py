@@ -38,9 +38,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from inductor_passes.collectives import (
     ALL_GATHER,
@@ -60,14 +58,13 @@ from inductor_passes.collectives import (
     gathers,
     groups,
     reductions,
-    source_chain,
 )
 from inductor_passes.fusion import can_be_reduced_in_place, is_fused_cast
 from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS, ENCODE_SUMS
 from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS, PREPARE_SHARDS, UNPACK_WEIGHTS
 from inductor_passes.rounding import ROUNDED_TO
 from inductor_passes.scheduling.issue_points import Bucket, PlanError
-from inductor_passes.torch_compat.fx import stable_topological_sort
+from inductor_passes.torch_compat.fx import insert_call, stable_topological_sort
 
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
@@ -142,7 +139,7 @@ def let_none_work_in_place_on_the_input_of_another(graph: Graph) -> None:
     for collective in found:
         if collective.node.target is ALL_REDUCE and inputs[_storage(collective.input)] > 1:
             with graph.inserting_before(collective.node):
-                own = _call(_aten.clone.default, collective.input)
+                own = insert_call(_aten.clone.default, collective.input)
             collective.node.replace_input_with(collective.input, own)
 
 
@@ -188,9 +185,7 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
     first = min(member.node for member in members)
     shards = [before_cast_and_pad(member.input) for member in members]
     for shard in shards:
-        for node in [*source_chain(shard), shard]:
-            if node > first:
-                first.prepend(node)
+        _move_before(first, shard)
     ranks, group = members[0].options
     numels = [_val(member.input).numel() for member in members]
     dtypes = [_val(member.input).dtype for member in members]
@@ -202,15 +197,23 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
         return
     with graph.inserting_before(first):
         if wire_format is None:
-            packed = _call(PACK_SHARDS, shards, numels, dtypes)
+            packed = insert_call(PACK_SHARDS, shards, numels, dtypes)
         else:
-            packed = _call(ENCODE_SHARDS, shards, numels, wire_format)
+            packed = insert_call(ENCODE_SHARDS, shards, numels, wire_format)
         gathered = _collective(ALL_GATHER, packed, members, ranks, group)
         if wire_format is None:
-            unpacked = _call(UNPACK_WEIGHTS, gathered, ranks, numels, dtypes)
+            unpacked = insert_call(UNPACK_WEIGHTS, gathered, ranks, numels, dtypes)
         else:
-            unpacked = _call(DECODE_WEIGHTS, gathered, ranks, numels, wire_format, dtypes[0])
-        _replace(members, [_call(operator.getitem, unpacked, i) for i in range(len(members))])
+            unpacked = insert_call(DECODE_WEIGHTS, gathered, ranks, numels, wire_format, dtypes[0])
+        _replace(members, [insert_call(operator.getitem, unpacked, i) for i in range(len(members))])
+
+
+def _move_before(first: Node, node: Node) -> None:
+    """Move what prepares a shard before ``first``."""
+    if node > first:
+        for source in node.all_input_nodes:
+            _move_before(first, source)
+        first.prepend(node)
 
 
 def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
@@ -252,10 +255,10 @@ def _encoded_and_reduced(members: Sequence[Collective], ranks: int, dtype: torch
     if two_steps is not None:
         inside, among, group, nodes, between_format = two_steps
         received = _exchanged(sent, members, among, inside)
-        sent = _call(ENCODE_SUMS, received, among, nodes, numels, wire_format, between_format)
+        sent = insert_call(ENCODE_SUMS, received, among, nodes, numels, wire_format, between_format)
         wire_format, ranks = between_format, nodes
     received = _exchanged(sent, members, ranks, group)
-    return _call(DECODE_SUMS, received, ranks, numels, wire_format, dtype, divisor)
+    return insert_call(DECODE_SUMS, received, ranks, numels, wire_format, dtype, divisor)
 
 
 def _exchanged(sent: Node, members: Sequence[Collective], ranks: int, group: str) -> Node:
@@ -270,20 +273,20 @@ def _packed(members: Sequence[Collective], ranks: int, dtype: torch.dtype) -> No
     if (wire_format := members[0].wire_format) is not None:
         gradients = [_gradient(node, ranks) for node in inputs]
         nodes = members[0].two_steps.nodes if members[0].two_steps else 1
-        return _call(ENCODE_GRADIENTS, gradients, ranks, wire_format, dtype, divisor or 1.0, nodes)
+        return insert_call(ENCODE_GRADIENTS, gradients, ranks, wire_format, dtype, divisor or 1.0, nodes)
     gradients = [_as_others(member, _gradient(node, ranks)) for member, node in zip(members, inputs, strict=True)]
     if len({_val(gradient).dtype for gradient in gradients}) > 1:  # the kernel that packs them knows one cast
         gradients = [
             next((user for user in gradient.users if is_fused_cast(user) and _val(user).dtype is dtype), gradient)
             for gradient in gradients
         ]
-    return _call(PACK_GRADIENTS, gradients, ranks, dtype, *([] if divisor is None else [divisor]))
+    return insert_call(PACK_GRADIENTS, gradients, ranks, dtype, *([] if divisor is None else [divisor]))
 
 
 def _parts(reduced: Node, members: Sequence[Collective]) -> list[Node]:
     """Return each member's part of what their reduction has made of the packed gradients."""
     ends = list(accumulate(_val(member.node).numel() for member in members))
-    return [_call(_aten.slice.Tensor, reduced, 0, start, end) for start, end in pairwise([0, *ends])]
+    return [insert_call(_aten.slice.Tensor, reduced, 0, start, end) for start, end in pairwise([0, *ends])]
 
 
 def _prepared(
@@ -293,19 +296,19 @@ def _prepared(
     own = [i for i, member in enumerate(members) if member.input is not shards[i]]
     inputs = [member.input for member in members]
     if own:
-        prepared = _call(PREPARE_SHARDS, *([of[i] for i in own] for of in (shards, numels, dtypes)))
+        prepared = insert_call(PREPARE_SHARDS, *([of[i] for i in own] for of in (shards, numels, dtypes)))
         for place, i in enumerate(own):
-            inputs[i] = _call(operator.getitem, prepared, place)
+            inputs[i] = insert_call(operator.getitem, prepared, place)
     return inputs
 
 
 def _group(target: Any, inputs: list[Node], parts: Sequence[tuple[Collective, ...]]) -> list[Node]:
     """Insert a group of collectives, one for each part of the members, and return the waits for them."""
-    issued = _call(target, inputs, *parts[0][0].options)
-    results = [_call(operator.getitem, issued, i) for i in range(len(parts))]
+    issued = insert_call(target, inputs, *parts[0][0].options)
+    results = [insert_call(operator.getitem, issued, i) for i in range(len(parts))]
     for node, members in ((issued, [*chain(*parts)]), *zip(results, parts, strict=True)):
         _mark(node, members)
-    return [_call(WAIT, result) for result in results]
+    return [insert_call(WAIT, result) for result in results]
 
 
 def _divided(inputs: list[Node]) -> tuple[float | None, list[Node]]:
@@ -320,7 +323,7 @@ def _divided(inputs: list[Node]) -> tuple[float | None, list[Node]]:
 def _as_others(member: Collective, gradient: Node) -> Node:
     """Return a member's gradient, rounded to its weight's dtype: gradients of one dtype are packed by one kernel."""
     rounded = member.node.meta.get(ROUNDED_TO)
-    return gradient if rounded is None else _call(_CAST, gradient, rounded)
+    return gradient if rounded is None else insert_call(_CAST, gradient, rounded)
 
 
 def _gradient(node: Node, ranks: int) -> Node:
@@ -333,9 +336,9 @@ def _gradient(node: Node, ranks: int) -> Node:
 
 
 def _collective(target: Any, packed: Node, members: Sequence[Collective], *options: object) -> Node:
-    node = _call(target, packed, *options)
+    node = insert_call(target, packed, *options)
     _mark(node, members)
-    return _call(WAIT, node)
+    return insert_call(WAIT, node)
 
 
 def _mark(node: Node, members: Sequence[Collective]) -> None:
@@ -353,18 +356,8 @@ def _replace(members: Sequence[Collective], results: Sequence[Node]) -> None:
 
 
 def _view(node: Node, shape: list[int]) -> Node:
-    return _call(_aten.view.default, node, shape)
+    return insert_call(_aten.view.default, node, shape)
 
 
 def _val(node: Node) -> Any:
     return node.meta["val"]
-
-
-def _call(target: Any, *args: Any) -> Node:
-    """Insert a call at the graph's insertion point, with its value in ``meta``, and return the node."""
-    inputs = [arg for arg in tree_leaves(args) if isinstance(arg, Node)]
-    node = inputs[0].graph.call_function(target, args)
-    fake = tree_leaves(_val(inputs[0]))[0].fake_mode
-    with fake:
-        node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
-    return node

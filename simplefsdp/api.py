@@ -18,6 +18,7 @@ from inductor_passes.torch_compat.dynamo import inside_torch_compile, skip_code
 from simplefsdp.frontend.compare_sharding import CheckInitialWeights, facts, sample
 from simplefsdp.frontend.eager_order import compare_before_steps
 from simplefsdp.frontend.embedding_lookup import exchanged_embeddings
+from simplefsdp.frontend.float8 import unwrap_float8_weights
 from simplefsdp.frontend.fsdp_methods import check_divide_factor
 from simplefsdp.frontend.gloo import run_in_order
 from simplefsdp.frontend.node_groups import NodeGroups, node_groups, node_size
@@ -187,6 +188,7 @@ def simple_fsdp(
     check_modules(model)
     _relink(model)
     ignored = _ignored(model, ignored_params)
+    cast_by_module = unwrap_float8_weights(model, ignored)
     params = {fqn: param for fqn, param in model.named_parameters() if id(param) not in ignored}
     known = {fqn: info for fqn, param in params.items() if (info := getattr(param, "simple_fsdp_info", None))}
     new = {fqn: param for fqn, param in params.items() if fqn not in known}
@@ -233,7 +235,9 @@ def simple_fsdp(
             dim=next((p.dim for p in placements[fqn] if isinstance(p, Shard)), None),
             shard_group=shard_group,
             replica_group=replica_group,
-            param_dtype=mp_policy.param_dtype if param.is_floating_point() else None,
+            param_dtype=mp_policy.param_dtype
+            if param.is_floating_point() and id(param) not in cast_by_module
+            else None,
             reduce_dtype=mp_policy.reduce_dtype if param.is_floating_point() else None,
             divide_factor=gradient_divide_factor,
             reshard_after_forward=reshard[fqn],

@@ -152,7 +152,7 @@ def compute_positions(items: Sequence[OrderItem]) -> ComputePositions:
     users = users_of(items)
     copy_in: set[int] = set()
     for i in reversed(range(len(items))):
-        prepares = users[i] and all(user in copy_in or items[user].kind in ("gather", "gathered") for user in users[i])
+        prepares = any(user in copy_in or items[user].kind in ("gather", "gathered") for user in users[i])
         if items[i].kind == "compute" and prepares:
             copy_in.add(i)
     copy_out: set[int] = set()

@@ -1,9 +1,23 @@
-"""FX graphs: order of nodes, side effects, and sizes that may be symbolic."""
+"""FX graphs: order of nodes, side effects, calls, and sizes that may be symbolic."""
 
 from typing import Any
 
 from torch._inductor.pattern_matcher import stable_topological_sort as stable_topological_sort
+from torch.fx import Node
 from torch.fx.node import has_side_effect as has_side_effect
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+
+def insert_call(target: Any, *args: Any, **kwargs: Any) -> Node:
+    """Insert a call at the insertion point of the graph of its inputs, with its value in ``meta``; return the node."""
+    inputs = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Node)]
+    node = inputs[0].graph.call_function(target, args, kwargs)
+    fake = tree_leaves(inputs[0].meta["val"])[0].fake_mode
+    values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
+    with fake:
+        node.meta["val"] = target(*values, **named)
+    return node
 
 
 def size_hint(size: Any) -> int:

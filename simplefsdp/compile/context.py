@@ -56,6 +56,8 @@ class CompilationContext:
     profile: HardwareProfile | None
     cast_in_matmuls: bool
     """Whether matmuls may make gradients in the dtype of their reduction."""
+    cast_before_gather: bool
+    """Whether weights are gathered in the dtype in which they are read."""
     compile_once: bool
     """Whether compute that repeats is compiled once."""
     wire: tuple[WireFormats, ...]
@@ -129,6 +131,7 @@ def compilation_context(
         options.report_dir is not None,
         profile,
         options.cast_in_matmuls,
+        options.cast_before_gather,
         compiles_once,
         narrow,
         sorted(equivalent.items()),
@@ -150,6 +153,7 @@ def compilation_context(
         state=step_state((i, v.dtype, v.requires_grad) for i, v in zip(found.values(), values, strict=True)),
         profile=profile,
         cast_in_matmuls=_casts_in_matmuls(options, device),
+        cast_before_gather=options.cast_before_gather,
         compile_once=compiles_once,
         wire=wire,
         narrows=narrow,

@@ -64,6 +64,9 @@ class Options:
     """Let a GPU's matmuls make gradients in the dtype in which they are reduced, where their buckets are grouped and no
     peak of memory grows: without a copy, and without the rounding to the weight's dtype that FSDP2 has. Not with
     ``lower_with="aot_eager"``."""
+    cast_before_gather: bool = True
+    """Gather a weight in the dtype in which it is read, as under autocast or by linear layers in float8, if that has
+    fewer bytes: the cast, which gives the same bits, is taken before. Not with ``plan="none"``."""
     compile_once: bool = True
     """Compile compute that repeats, as that of equal blocks does, once, so that a first step grows less with depth. Not
     with ``plan="none"``, and not where TorchInductor generates C++ around its kernels (``cpp_wrapper``)."""
@@ -99,7 +102,7 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
         raise ValueError("option 'wire': " + unknown("choice", parsed.wire, _WIRES))
     if parsed.wire == "auto" and parsed.plan in ("greedy", "block", "none"):
         raise ValueError(f"option 'wire'='auto': needs plan='auto' or a saved plan, found plan={parsed.plan!r}")
-    for name in ("cast_in_matmuls", "compile_once"):
+    for name in ("cast_in_matmuls", "cast_before_gather", "compile_once"):
         if not isinstance(value := getattr(parsed, name), bool):
             raise TypeError(f"option {name!r}: expected True or False, found {value!r}")
     if not isinstance(parsed.inductor, Mapping):

@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from inductor_passes.bucket import assign, bucket, choose_formats, let_none_work_in_place_on_the_input_of_another
+from inductor_passes.cast_before_gather import cast_before_gather
 from inductor_passes.collectives import Collective, GraphParameter, identify, reductions
 from inductor_passes.compile_once import compile_once, render_bodies
 from inductor_passes.fusion_order import put_fused_together
@@ -82,8 +83,7 @@ class Passes:
             )
         if kind == "inference":
             self.notes.is_inference = True
-            if self.given.request is not None:
-                put_fused_together(graph)
+            self._make_ready(graph)
             self._plan(graph, Graph(), self.given.params)
             self._bucket(graph)
 
@@ -102,12 +102,20 @@ class Passes:
         return forward, backward
 
     def partition(self, joint: GraphModule, inputs: Any, **kwargs: Any) -> PartitionedGraphs:
-        """Partition a joint graph; where there is a plan, put what one kernel computes next to each other."""
+        """Partition a joint graph; where there is a plan, make both graphs ready for it."""
         graphs = partition(joint, inputs, **kwargs)
-        if self.given.request is not None:
-            for module in graphs:
-                put_fused_together(module.graph)
+        for module in graphs:
+            self._make_ready(module.graph)
         return graphs
+
+    def _make_ready(self, graph: Graph) -> None:
+        """Where there is a plan, cast weights before they are gathered, and put what one kernel computes together."""
+        if self.given.request is None:
+            return
+        if self.given.cast_before_gather:
+            narrowed = cast_before_gather(graph)
+            log.debug("%s, gathered as they are read: %s", direction_of(graph), narrowed)
+        put_fused_together(graph)
 
     def order_and_record(self, graph: Graph, *, order: bool) -> None:
         """Put the nodes of a bucketed graph into the order of the plan, and add the record that ranks compare.

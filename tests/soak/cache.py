@@ -86,6 +86,7 @@ MISSES = {
     "another prefetch": _options(plan=manual_plan(["layers.*"], prefetch=0)),
     "compute compiled each time": _options(compile_once=False),
     "no casts in matmuls": _options(cast_in_matmuls=False),
+    "casts after gathers": _options(cast_before_gather=False),
     "an option of Inductor": _options(inductor={"epilogue_fusion": False}),
     "a report": _options(report_dir="report"),
     "a policy": _shardings(mp_policy=MixedPrecisionPolicy(torch.bfloat16)),

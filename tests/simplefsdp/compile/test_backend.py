@@ -168,6 +168,7 @@ def test_the_cache_key_holds_plan_options_and_whether_there_is_a_report(tmp_path
         {"plan": "block", "report_dir": str(tmp_path)},
         {"plan": "block", "inductor": {"max_autotune": True}},
         {"plan": "block", "cast_in_matmuls": False},
+        {"plan": "block", "cast_before_gather": False},
         {"plan": "block", "compile_once": False},
     ]
     keys = [_key(options=each) for each in options]
@@ -176,7 +177,7 @@ def test_the_cache_key_holds_plan_options_and_whether_there_is_a_report(tmp_path
 
 
 def test_switches_that_are_not_true_or_false_are_refused_by_name():
-    for name in ("cast_in_matmuls", "compile_once"):
+    for name in ("cast_in_matmuls", "cast_before_gather", "compile_once"):
         with pytest.raises(TypeError, match=f"option '{name}': expected True or False, found 1"):
             parse_options({name: 1})
 

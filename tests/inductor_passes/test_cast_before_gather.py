@@ -1,0 +1,220 @@
+"""Weights are gathered in the dtype in which they are read: graphs, and bits on real ranks."""
+
+from collections.abc import Callable
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.fx import Graph, Node
+from torch.nn import functional as F
+
+from inductor_passes.collectives import ALL_GATHER, ALL_REDUCE, FQNS
+from inductor_passes.ops.pack import PACK_SHARDS
+from simplefsdp import WireFormat, manual_plan, simple_fsdp
+from tests.compare import whole
+from tests.graphs import Captured, capture, nodes
+from tests.models import PROFILE
+from tests.ranks import Ranks
+
+LARGEST = 448.0
+"""The largest number of float8 e4m3."""
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def in_float8(weight: Tensor, scale: Tensor) -> Tensor:
+    """``weight``, rounded to float8 with a scale and read in float32, as an emulated matmul of torchao reads it."""
+    scaled = (weight.float() * scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return scaled.float() / scale
+
+
+def scale_of(weight: Tensor) -> Tensor:
+    return (LARGEST / weight.abs().max().double().clamp(min=1e-12)).float()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ in_float8(weight.t(), scale_of(weight.t()))
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ in_float8(weight, scale_of(weight)), (grad.t() @ x).to(weight.dtype)
+
+
+class Float8(nn.Linear):
+    """A linear layer whose weight is read in float8, with one scale, as torchao's ``Float8Linear`` does it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Product.apply(x.float(), self.weight)
+
+
+class Autocast(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+def float8(*widths: int) -> nn.Module:
+    return nn.Sequential(*(Float8(a, b, bias=False) for a, b in pairwise(widths)))
+
+
+def autocast(*widths: int) -> nn.Module:
+    return Autocast(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+
+
+def captured(model: nn.Module, width: int = 8, plan: Any = "block", **options: Any) -> Captured:
+    return capture(model, torch.randn(4, width), plan=plan, **options)
+
+
+def travels(graph: Graph) -> dict[str, torch.dtype]:
+    """The dtype in which each weight of a graph is packed, or gathered."""
+    found: dict[str, torch.dtype] = {}
+    for node in nodes(graph, ALL_GATHER):
+        source: Any = node.all_input_nodes[0]
+        packed = source.args[2] if source.target is PACK_SHARDS else [node.meta["val"].dtype]
+        found.update(zip(node.meta[FQNS], packed, strict=True))
+    return found
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("one_of_four")
+class TestGraphs:
+    def test_under_autocast_weights_and_biases_travel_in_bfloat16_also_where_rows_do_not_divide(self) -> None:
+        for moves, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+            graphs = captured(simple_fsdp(autocast(8, 6, 5)), cast_before_gather=moves)
+            assert travels(graphs.forward) == dict.fromkeys(("0.weight", "0.bias", "1.weight", "1.bias"), dtype)
+            assert travels(graphs.backward) == {"1.weight": dtype}
+
+    def test_a_weight_in_float8_travels_as_bytes_and_one_all_reduce_has_all_maxima(self) -> None:
+        graphs = captured(simple_fsdp(float8(8, 6, 8), mp_policy=BF16))
+        for graph in (graphs.forward, graphs.backward):
+            assert set(travels(graph).values()) == {torch.uint8}
+            (all_reduce,) = [node for node in nodes(graph, ALL_REDUCE) if FQNS not in node.meta]
+            assert all_reduce.args[1] == "max"
+            assert all_reduce.meta["val"].dtype is torch.bfloat16
+            assert all(all_reduce < gather for gather in nodes(graph, ALL_GATHER))
+        assert nodes(graphs.forward, ALL_REDUCE)[0].meta["val"].numel() == 2
+        assert not [node for node in graphs.forward.nodes if _is_whole_in(node, torch.bfloat16)]
+
+    def test_a_matmul_reads_the_bytes_with_the_strides_that_the_cast_had(self) -> None:
+        graph = captured(simple_fsdp(float8(8, 6), mp_policy=BF16)).forward
+        (product_of,) = nodes(graph, torch.ops.aten.mm.default)
+        assert product_of.args[1].meta["val"].stride() == (1, 8)
+
+    def test_shards_of_another_dim(self) -> None:
+        model = simple_fsdp(float8(8, 8), mp_policy=BF16, shard_placement_fn=lambda _: Shard(1))
+        assert travels(captured(model).forward) == {"0.weight": torch.uint8}
+
+    def test_an_inference_graph(self) -> None:
+        model = simple_fsdp(autocast(8, 6)).requires_grad_(False)
+        assert set(travels(captured(model).forward).values()) == {torch.bfloat16}
+
+    @pytest.mark.parametrize(
+        ("read", "sharding", "options"),
+        [
+            (lambda x, w: x @ w.bfloat16().float() + x @ w, {}, {}),
+            (lambda x, w: x.double() @ w.double(), {}, {}),
+            (lambda x, w: x @ (w * x.mean()).bfloat16().float(), {}, {}),
+            (lambda x, w: x @ (w / w.abs().mean()).bfloat16().float(), {}, {}),
+            (lambda x, w: x @ (w / w.max()).bfloat16().float(), {}, {}),
+            (lambda x, w: x @ (w / w.abs().amax(0)).bfloat16().float(), {}, {}),
+            (lambda x, w: x @ w.softmax(0).bfloat16().float(), {}, {}),
+            (lambda x, w: x @ F.dropout(w).bfloat16().float(), {}, {}),
+            (lambda x, w: x @ w.bfloat16().float() + w.abs().sum(), {}, {}),
+            (lambda x, w: x @ in_float8(w, scale_of(w)), {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {}),
+            (lambda x, w: x @ w.bfloat16().float(), {"wire": WireFormat(gather="int8")}, {}),
+            (lambda x, w: x @ w.bfloat16().float(), {}, {"plan": "none"}),
+            (lambda x, w: x @ w.bfloat16().float(), {}, {"cast_before_gather": False}),
+        ],
+    )
+    def test_anything_else_travels_as_it_is(self, read: Any, sharding: dict[str, Any], options: dict[str, Any]) -> None:
+        class Reads(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return read(x, self.weight)
+
+        graph = captured(simple_fsdp(Reads(), **sharding), **options).forward
+        assert not [node for node in nodes(graph, ALL_REDUCE) if FQNS not in node.meta]
+        assert travels(graph) == {"weight": torch.uint8 if "wire" in sharding else torch.float32}
+
+    def test_a_kept_weight_travels_as_it_is(self) -> None:
+        graph = captured(simple_fsdp(autocast(8, 6, 5), reshard_after_forward=False), plan=manual_plan(["*"])).forward
+        of_its_own = dict.fromkeys(("0.weight", "0.bias", "1.bias"), torch.bfloat16)
+        assert travels(graph) == {"1.weight": torch.float32, **of_its_own}, "backward reads one weight alone"
+
+
+def _is_whole_in(node: Node, dtype: torch.dtype) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype is dtype and value.numel() == 48
+
+
+MODELS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
+    "float8": (float8, {"mp_policy": BF16}),
+    "float8 of float32": (float8, {}),
+    "autocast": (autocast, {}),
+}
+
+
+def trained(model: nn.Module, options: dict[str, Any] | None = None) -> dict[str, Tensor]:
+    """Parameters after three steps: in float8 a rank's own batch decides nothing but its gradient."""
+    step = torch.compile(model, backend="simplefsdp", fullgraph=True, options=options) if options else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(3):
+        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        step(torch.randn(4, 8, generator=generator)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {fqn: whole(param) for fqn, param in model.named_parameters()}
+
+
+def _same_bits(name: str, sharding: dict[str, Any], shape: tuple[int, ...] | None, options: dict[str, Any]) -> None:
+    build, policy = MODELS[name]
+    if shape is not None:
+        sharding = {**sharding, "mesh": init_device_mesh("cpu", shape)}
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return build(8, 7, 5, 8)
+
+    found = {}
+    for moves in (True, False):
+        torch._dynamo.reset()
+        found[moves] = trained(simple_fsdp(model(), **policy, **sharding), {**options, "cast_before_gather": moves})
+    found["eager"] = trained(simple_fsdp(model(), **policy, **sharding)) if "lower_with" in options else found[False]
+    for fqn, value in found[True].items():
+        assert torch.equal(value, found[False][fqn]), f"{fqn}: the cast before the gather is another one"
+        assert torch.equal(value, found["eager"][fqn]), f"{fqn}: not as in eager mode"
+
+
+EAGER = {"plan": "block", "lower_with": "aot_eager"}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_train_to_the_same_bits(two_ranks: Ranks, name: str) -> None:
+    two_ranks.run(_same_bits, name, {}, None, EAGER)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["float8", "autocast"])
+def test_inductor_trains_to_the_same_bits(two_ranks: Ranks, name: str) -> None:
+    two_ranks.run(_same_bits, name, {}, None, {"plan": "auto", "profile": PROFILE})
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("name", "shape"), [*product(["float8", "autocast"], [None, (2, 2)])])
+def test_four_ranks_train_to_the_same_bits_with_replicas_and_uneven_shards(
+    four_ranks: Ranks, name: str, shape: tuple[int, ...] | None
+) -> None:
+    four_ranks.run(_same_bits, name, {} if shape is None else {"mode": "hybrid_shard"}, shape, EAGER)
