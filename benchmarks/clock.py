@@ -76,6 +76,19 @@ def _fsdp2_titan(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor
     return SYSTEMS["fsdp2-compile"].wrap(model, parallelism)
 
 
+def _read_weights_in_float8(model: nn.Module) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, fqn: fqn != "output")
+
+
+def _precompute_scales(model: nn.Module) -> None:
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
+
+
 def system_of(name: str) -> System:
     """Return a system by name; ``"auto:13GiB"`` is ``auto`` with a memory budget."""
     plan, _, budget = name.partition(":")
@@ -93,9 +106,11 @@ def step_of(name: str, args: argparse.Namespace) -> Measured:
     changes = {"layers": args.layers, "max_seq_len": args.seq, "activation_checkpointing": args.checkpointing}
     with null_rank(args.ranks, GROUPING_NCCL) as recorder:
         mesh = init_device_mesh("cuda", (args.ranks,), mesh_dim_names=("shard",))
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        policy = MixedPrecisionPolicy(None if args.autocast else torch.bfloat16, torch.float32)
         with torch.device("meta"):
             model: nn.Module = llama.build(args.model, **changes)
+        if args.float8:
+            _read_weights_in_float8(model)
         forward = system.wrap(model, Parallelism(mesh, policy, True, profile, args.embedding_lookup))
         model.to_empty(device="cuda")
         loss_of: Callable[..., Tensor] = torch.compile(cross_entropy) if system.compiled else cross_entropy
@@ -103,9 +118,13 @@ def step_of(name: str, args: argparse.Namespace) -> Measured:
         tokens = torch.zeros(1, args.seq, dtype=torch.int64, device="cuda")
 
         def step() -> None:
-            loss_of(forward(tokens), tokens).backward()
+            with torch.autocast("cuda", torch.bfloat16, enabled=args.autocast):
+                logits = forward(tokens)
+            loss_of(logits, tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
+            if args.float8:
+                _precompute_scales(model)
 
         step()
         step()
@@ -185,6 +204,8 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=2048, help="tokens of a rank")
     parser.add_argument("--checkpointing", default="none", help="activation checkpointing of the model")
     parser.add_argument("--embedding-lookup", choices=LOOKUPS, default="gather", help="of this library's systems")
+    parser.add_argument("--float8", action="store_true", help="linear layers of blocks in float8, by torchao")
+    parser.add_argument("--autocast", action="store_true", help="bf16 by torch.autocast, and not by a policy")
     parser.add_argument(
         "--host", type=float, default=0.5, help="CPU time of a GPU's host for each second of this machine's"
     )
@@ -198,9 +219,11 @@ def main() -> None:
             found.append(step_of(name, args))
         except torch._dynamo.exc.BackendCompilerFailed as error:  # a memory budget that cannot be met
             refused.append(f"{name}: refused: {error.inner_exception}")
+    numbers = "bf16" + " by autocast" * args.autocast + ", float8 in blocks" * args.float8
     heading = (
         f"Llama 3 {args.model}, {args.layers} layers, checkpointing {args.checkpointing}, rank 0 of {args.ranks}, 1 x "
-        f"{args.seq} tokens, embedding lookup {args.embedding_lookup}, bf16, fp32 reductions, fused AdamW; simulated: "
+        f"{args.seq} tokens, embedding lookup {args.embedding_lookup}, {numbers}, fp32 reductions, "
+        "fused AdamW; simulated: "
         f"structure of torch's own CUDA calls on a null GPU ({torch.cuda.get_device_name()}), times of the built-in "
         f"profile, CPU times of this host times {args.host:g}; torch {torch.__version__}"
     )

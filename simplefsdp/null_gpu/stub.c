@@ -463,7 +463,14 @@ DRIVER(cuTensorMapEncodeTiled,
 
 #define SUCCEEDS(name) int name() { return 0; }
 static const char* dtype_of(int type) {
-    return type == 14 ? "bfloat16" : type == 2 ? "float16" : type == 0 ? "float32" : "other";
+    switch (type) {
+    case 0: return "float32";
+    case 2: return "float16";
+    case 14: return "bfloat16";
+    case 28: return "float8_e4m3fn";
+    case 29: return "float8_e5m2";
+    default: return "other";
+    }
 }
 static void matmul(const void* stream, long m, long n, long k, long batch, const char* dtype) {
     add("matmul\tstream=%zu\tm=%ld\tn=%ld\tk=%ld\tbatch=%ld\tdtype=%s", id_of(stream), m, n, k, batch, dtype);

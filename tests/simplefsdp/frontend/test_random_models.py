@@ -1,5 +1,6 @@
 """The one property, for models put together at random: five steps as in a single process."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from simplefsdp import simple_fsdp
@@ -24,6 +25,12 @@ CONTAINERS = {
 }
 LEAVES = {**zoo.PARAMETERS, **zoo.MODULES}
 MESHES = {"fully_shard": (2,), "replicate": (2,), "hybrid_shard": (1, 2), "hybrid_shard of one": (2, 1)}
+
+
+@functools.cache
+def _mesh(mode: str) -> DeviceMesh:
+    """The mesh of a mode: each of two dimensions has process groups, and threads, of its own."""
+    return init_device_mesh("cpu", MESHES[mode])
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Model:
 
     def shard(self, model: nn.Module) -> nn.Module:
         settings: dict[str, Any] = {
-            "mesh": init_device_mesh("cpu", MESHES[self.mode]),
+            "mesh": _mesh(self.mode),
             "mode": self.mode.split()[0],
             "reshard_after_forward": self.reshard,
             "shard_placement_fn": (lambda p: Shard(p.ndim - 1) if p.ndim else None) if self.last_dim else None,
