@@ -15,13 +15,16 @@ weight's greatest magnitude, as the scale of a float8 tensor is::
             shard ----------------------------------------+- multiply, clamp, cast - all_gather - wait - ...
 
 One all-reduce has the maxima of all weights of a graph. A weight that is read in several dtypes, or by anything but
-these operators, travels as it is; so does one with a wire format, and one that is saved for backward. Source: FSDP2
-with torchao's float8 all-gather (``torchao/float8/fsdp_utils.py``), whose scales and bits these are.
+these operators, travels as it is; so does one with a wire format. A weight that is kept for backward is kept as it has
+travelled, unless backward casts it once more. Source: FSDP2 with torchao's float8 all-gather
+(``torchao/float8/fsdp_utils.py``), whose scales and bits these are.
 """
 
+import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -54,6 +57,8 @@ _MOVES = (
 _MAXIMA = (_aten.max.default, _aten.amax.default)
 _CARRIED_AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 """Dtypes that not every backend can gather."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, *_CARRIED_AS_BYTES)
+"""Dtypes in which a weight may travel."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,13 @@ def cast_before_gather(graph: Graph) -> dict[str, torch.dtype]:
     return {made.gather.fqns[0]: narrow.meta["val"].dtype for made, narrow in narrowed}
 
 
+def saved_for_backward(gather: Collective) -> list[Node]:
+    """Return what backward needs of a weight that is not gathered again, in a joint graph: what all readers read."""
+    made = _made_of(gather)
+    narrow = _narrowest(made)
+    return [gather.wait] if narrow is None else [narrow, *made.maxima_before(narrow)]
+
+
 def _made_of(gather: Collective) -> _MadeOfWeight:
     whole, numbers = {gather.wait: gather.wait}, set[Node]()
     pending = list(gather.wait.users)
@@ -125,16 +137,17 @@ def _made_of(gather: Collective) -> _MadeOfWeight:
 
 
 def _is_elementwise(node: Node, source: Node) -> bool:
+    target: Any = node.target
     value, read = node.meta["val"], source.meta["val"]
-    pointwise = node.target in CASTS or torch.Tag.pointwise in cast(Any, node.target).tags
+    pointwise = node.target in CASTS or torch.Tag.pointwise in target.tags
     return pointwise and isinstance(value, torch.Tensor) and (value.shape, value.device) == (read.shape, read.device)
 
 
 def _is_greatest_magnitude(node: Node, path: Sequence[Node]) -> bool:
     # Of magnitudes, because shards are padded with zeros.
     of_magnitudes = bool(path) and path[-1].target is _aten.abs.default
-    unary = all(len(each.all_input_nodes) == 1 for each in path)
-    return node.target in _MAXIMA and node.meta["val"].dim() == 0 and of_magnitudes and unary
+    unchanged = all(each.target in (*_MOVES, *CASTS) for each in path[:-1])
+    return node.target in _MAXIMA and node.meta["val"].dim() == 0 and of_magnitudes and unchanged
 
 
 def _path(whole: Mapping[Node, Node], node: Node) -> list[Node]:
@@ -153,7 +166,8 @@ def _narrowest(made: _MadeOfWeight) -> Node | None:
     found = [
         node
         for node in sorted(made.whole)
-        if node.meta["val"].itemsize < before.itemsize
+        if node.meta["val"].dtype in _DTYPES
+        and node.meta["val"].itemsize < before.itemsize
         and not _is_read_otherwise(made, node)
         and _can_be_moved(made, node)
     ]
@@ -178,36 +192,54 @@ def _can_be_moved(made: _MadeOfWeight, narrow: Node) -> bool:
         moved = moved.to(value.dtype)
         for node in made.path(narrow):
             if node.target in _MOVES:
-                moved = cast(Any, node.target)(moved, *node.args[1:], **node.kwargs)
+                target: Any = node.target
+                moved = target(moved, *node.args[1:], **node.kwargs)
     on_host = any(node.target is TO_DEVICE for node in source_chain(made.gather.node))
     return moved.stride() == value.stride() and not (on_host and made.maxima_before(narrow))
 
 
 def _reduce_maxima(graph: Graph, narrowed: Iterable[tuple[_MadeOfWeight, Node]]) -> None:
-    """Replace the maxima of gathered weights by those of shards, all-reduced at the head of the graph."""
-    by_group: dict[Any, list[tuple[_MadeOfWeight, Node]]] = {}
+    """Replace the maxima of gathered weights by those of shards, all-reduced at the head of the graph.
+
+    Rounding to another dtype keeps the order of numbers, so it is the maxima that are cast.
+    """
+    by_kind: dict[Any, list[tuple[_MadeOfWeight, Node]]] = {}
     for made, narrow in narrowed:
         for maximum in made.maxima_before(narrow):
-            group = made.gather.options[-1]
-            by_group.setdefault((group, maximum.meta["val"].dtype), []).append((made, maximum))
+            dtypes = tuple(cast.meta["val"].dtype for cast in _casts_before(made, maximum))
+            kind = made.gather.options[-1], _shard_of(made).meta["val"].dtype, dtypes
+            by_kind.setdefault(kind, []).append((made, maximum))
     head = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(head):
-        for (group, _), maxima in by_group.items():
-            local = [insert_call(_aten.view.default, _maximum_of_shard(*each), [1]) for each in maxima]
-            all_reduce = insert_call(ALL_REDUCE, insert_call(_aten.cat.default, local), "max", group)
-            greatest = insert_call(WAIT, all_reduce)
+        for (group, *_), maxima in by_kind.items():
+            norms = insert_call(
+                _aten._foreach_norm.Scalar, [_not_empty(_shard_of(made)) for made, _ in maxima], math.inf
+            )
+            local = [insert_call(operator.getitem, norms, i) for i in range(len(maxima))]
+            packed = insert_call(_aten.cat.default, [insert_call(_aten.view.default, each, [1]) for each in local])
+            for cast in _casts_before(*maxima[0]):
+                packed = _copy(cast, {cast.all_input_nodes[0]: _rounded(packed)})
+            greatest = insert_call(WAIT, insert_call(ALL_REDUCE, packed, "max", group))
             for i, (_, maximum) in enumerate(maxima):
                 maximum.replace_all_uses_with(insert_call(_aten.select.int, greatest, 0, i))
 
 
-def _maximum_of_shard(made: _MadeOfWeight, maximum: Node) -> Node:
-    # The casts and pads of the shard are taken once more: those of the gather run where the gather is issued.
-    chain = source_chain(made.gather.node)
-    local = chain[0].all_input_nodes[0] if chain else made.gather.input
-    for node in chain:
-        local = _copy(node, {node.all_input_nodes[0]: local})
-    magnitudes = _on_shard(made, made.path(maximum.all_input_nodes[0]), _rounded(local))
-    return insert_call(maximum.target, magnitudes, *maximum.args[1:], **maximum.kwargs)
+def _casts_before(made: _MadeOfWeight, maximum: Node) -> list[Node]:
+    """Return the casts between a shard and the greatest magnitude of its weight."""
+    nodes = [*source_chain(made.gather.node), *made.path(maximum.all_input_nodes[0])]
+    return [node for node in nodes if node.target in CASTS]
+
+
+def _shard_of(made: _MadeOfWeight) -> Node:
+    return [*source_chain(made.gather.node), made.gather.node][0].all_input_nodes[0]
+
+
+def _not_empty(shard: Node) -> Node:
+    """Return a shard, with a row of zeros if it has none."""
+    value = shard.meta["val"]
+    if value.numel():
+        return shard
+    return insert_call(_aten.constant_pad_nd.default, shard, [*[0] * (2 * value.dim() - 1), 1])
 
 
 def _rounded(shard: Node) -> Node:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from inductor_passes.cast_before_gather import saved_for_backward
 from inductor_passes.collectives import (
     GraphParameter,
     device_copies_of_replicated,
@@ -26,29 +27,36 @@ from inductor_passes.collectives import (
 _LAST_REGION = sys.maxsize
 
 
-def tag(graph: Graph, params: Mapping[int, GraphParameter]) -> None:
+def tag(graph: Graph, params: Mapping[int, GraphParameter], *, saves_casts: bool = False) -> None:
     """Tag each marked gather chain of a joint graph: recompute it in backward, or save the gathered weight. A weight
     that is offloaded and not sharded is copied again, or its copy saved.
 
     Uses the partitioners' own vocabulary (``meta["recompute"]``, a ``torch.utils.checkpoint.CheckpointPolicy``), which
     ``min_cut_rematerialization_partition`` and ``default_partition`` both obey.
+
+    Args:
+        saves_casts: save what is read of a weight in fewer bytes than it has (``cast_before_gather.py``), and not the
+            weight.
     """
     reshard = {param.fqn: param.reshard for param in params.values()}
     weights: set[Node] = set()
+    saved: list[Node] = []
     for param, copy in device_copies_of_replicated(graph, params):
         _recompute(*source_chain(copy), copy)
         weights.add(copy)
         if param.reshard is False:
-            copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            saved.append(copy)
     for gather in gathers(graph):
         _recompute(*source_chain(gather.node), gather.node, gather.wait)
         weights.add(gather.wait)
         if reshard[gather.fqns[0]] is False:
-            gather.wait.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            saved += saved_for_backward(gather) if saves_casts else [gather.wait]
     for node in graph.nodes:
         if is_deterministic(node) and node.all_input_nodes and weights.issuperset(node.all_input_nodes):
             _recompute(node)
             weights.add(node)
+    for node in saved:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _recompute(*nodes: Node) -> None:

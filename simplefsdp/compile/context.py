@@ -56,8 +56,8 @@ class CompilationContext:
     profile: HardwareProfile | None
     cast_in_matmuls: bool
     """Whether matmuls may make gradients in the dtype of their reduction."""
-    cast_before_gather: bool
-    """Whether weights are gathered in the dtype in which they are read."""
+    casts_before_gathers: bool
+    """Whether weights are gathered, and kept, in the dtype in which they are read."""
     compile_once: bool
     """Whether compute that repeats is compiled once."""
     wire: tuple[WireFormats, ...]
@@ -153,7 +153,7 @@ def compilation_context(
         state=step_state((i, v.dtype, v.requires_grad) for i, v in zip(found.values(), values, strict=True)),
         profile=profile,
         cast_in_matmuls=_casts_in_matmuls(options, device),
-        cast_before_gather=options.cast_before_gather,
+        casts_before_gathers=options.cast_before_gather and request is not None,
         compile_once=compiles_once,
         wire=wire,
         narrows=narrow,

@@ -75,7 +75,7 @@ class Passes:
         missed = identify(graph, self.given.params)
         if not round_gradients:
             skip_rounding(graph)
-        tag(graph, self.given.params)
+        self._tag(graph, self.given.params)
         self._dump(after, graph)
         if missed:
             self.notes.warnings.append(
@@ -108,11 +108,14 @@ class Passes:
             self._make_ready(module.graph)
         return graphs
 
+    def _tag(self, graph: Graph, params: Mapping[int, GraphParameter]) -> None:
+        tag(graph, params, saves_casts=self.given.casts_before_gathers)
+
     def _make_ready(self, graph: Graph) -> None:
         """Where there is a plan, cast weights before they are gathered, and put what one kernel computes together."""
         if self.given.request is None:
             return
-        if self.given.cast_before_gather:
+        if self.given.casts_before_gathers:
             narrowed = cast_before_gather(graph)
             log.debug("%s, gathered as they are read: %s", direction_of(graph), narrowed)
         put_fused_together(graph)
@@ -177,7 +180,7 @@ class Passes:
         unsharded = choose_unsharded_parameters(request, costs, resident, undecided)
         if unsharded:
             params = with_reshard_decided(self.given.params, unsharded)
-            tag(joint.graph, params)
+            self._tag(joint.graph, params)
             graphs = self.partition(joint, inputs, **kwargs)
             # The choice did not foresee what is computed from an unsharded weight alone.
             if fits_memory(request, self.cost_graphs(*(module.graph for module in graphs)), resident):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from inductor_passes.collectives import ALL_GATHER, ALL_REDUCE, FQNS
 from inductor_passes.ops.pack import PACK_SHARDS
-from simplefsdp import WireFormat, manual_plan, simple_fsdp
+from simplefsdp import WireFormat, simple_fsdp
 from tests.compare import whole
 from tests.graphs import Captured, capture, nodes
 from tests.models import PROFILE
@@ -54,6 +54,17 @@ class Float8(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return _Product.apply(x.float(), self.weight)
+
+
+class FrozenFloat8(nn.Linear):
+    """A frozen weight in float8, which backward reads as forward has read it."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__(inner, outer, bias=False)
+        self.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ in_float8(self.weight.t(), scale_of(self.weight.t()))
 
 
 class Autocast(nn.Sequential):
@@ -113,6 +124,15 @@ class TestGraphs:
         model = simple_fsdp(float8(8, 8), mp_policy=BF16, shard_placement_fn=lambda _: Shard(1))
         assert travels(captured(model).forward) == {"0.weight": torch.uint8}
 
+    def test_a_weight_that_is_rounded_to_integers_travels_as_such(self) -> None:
+        class Rounded(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                scale = self.weight.abs().max() / 127
+                return F.linear(x, (self.weight / scale).round().to(torch.int8).float() * scale)
+
+        model = simple_fsdp(Rounded(8, 6, bias=False)).requires_grad_(False)
+        assert travels(captured(model).forward) == {"weight": torch.int8}
+
     def test_an_inference_graph(self) -> None:
         model = simple_fsdp(autocast(8, 6)).requires_grad_(False)
         assert set(travels(captured(model).forward).values()) == {torch.bfloat16}
@@ -127,6 +147,7 @@ class TestGraphs:
             (lambda x, w: x @ (w / w.max()).bfloat16().float(), {}, {}),
             (lambda x, w: x @ (w / w.abs().amax(0)).bfloat16().float(), {}, {}),
             (lambda x, w: x @ w.softmax(0).bfloat16().float(), {}, {}),
+            (lambda x, w: x @ (w > 0).float(), {}, {}),
             (lambda x, w: x @ F.dropout(w).bfloat16().float(), {}, {}),
             (lambda x, w: x @ w.bfloat16().float() + w.abs().sum(), {}, {}),
             (lambda x, w: x @ in_float8(w, scale_of(w)), {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {}),
@@ -148,10 +169,24 @@ class TestGraphs:
         assert not [node for node in nodes(graph, ALL_REDUCE) if FQNS not in node.meta]
         assert travels(graph) == {"weight": torch.uint8 if "wire" in sharding else torch.float32}
 
-    def test_a_kept_weight_travels_as_it_is(self) -> None:
-        graph = captured(simple_fsdp(autocast(8, 6, 5), reshard_after_forward=False), plan=manual_plan(["*"])).forward
-        of_its_own = dict.fromkeys(("0.weight", "0.bias", "1.bias"), torch.bfloat16)
-        assert travels(graph) == {"1.weight": torch.float32, **of_its_own}, "backward reads one weight alone"
+    @pytest.mark.parametrize(("second", "dtype"), [("autocast", torch.bfloat16), ("frozen", torch.float8_e4m3fn)])
+    def test_a_weight_is_kept_as_it_has_travelled(self, second: str, dtype: torch.dtype) -> None:
+        model = autocast(8, 6, 5) if second == "autocast" else nn.Sequential(nn.Linear(8, 6), FrozenFloat8(6, 5))
+        graphs = captured(simple_fsdp(model, reshard_after_forward=False))
+        saved = [node for node in graphs.forward.output_node().all_input_nodes if _elements(node) == 30]
+        assert [node.meta["val"].dtype for node in saved] == [dtype], "backward reads the second weight alone"
+        assert not nodes(graphs.backward, ALL_GATHER)
+        assert not [node for node in nodes(graphs.backward, ALL_REDUCE) if FQNS not in node.meta]
+
+    def test_a_kept_weight_that_backward_casts_once_more_travels_as_it_is(self) -> None:
+        graphs = captured(simple_fsdp(float8(8, 6, 5), reshard_after_forward=False))
+        assert travels(graphs.forward) == {"0.weight": torch.uint8, "1.weight": torch.float32}
+        assert not nodes(graphs.backward, ALL_GATHER)
+
+
+def _elements(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, Tensor) and node.op == "call_function" else 0
 
 
 def _is_whole_in(node: Node, dtype: torch.dtype) -> bool:
@@ -201,9 +236,9 @@ EAGER = {"plan": "block", "lower_with": "aot_eager"}
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_train_to_the_same_bits(two_ranks: Ranks, name: str) -> None:
-    two_ranks.run(_same_bits, name, {}, None, EAGER)
+@pytest.mark.parametrize(("name", "reshards"), [*product(MODELS, [True]), ("autocast", False)])
+def test_two_ranks_train_to_the_same_bits(two_ranks: Ranks, name: str, reshards: bool) -> None:
+    two_ranks.run(_same_bits, name, {"reshard_after_forward": reshards}, None, EAGER)
 
 
 @pytest.mark.compile
