@@ -14,7 +14,8 @@ In a bucket of the form ``"grouped"`` members keep their own memory, and nothing
     shard_1 - [prepare] -+- all_gather_group -+- wait -> ...       grad_1 -+- reduce_scatter_group -+- wait -> ...
 
 Gradients that must be cast, padded, divided or made contiguous are packed, and their buffer is one more member of the
-group. A gather of several dtypes, an all-reduce, and a reduce-scatter that an all-reduce follows are always packed.
+group. Gathers of several dtypes are packed where the backend is not NCCL, and so are all-reduces, and reduce-scatters
+that an all-reduce follows.
 
 In a wire format members are encoded into the buffer and decoded out of it, also a member that stays alone, and whatever
 the form of the bucket; gradients then travel by an all-to-all, over several nodes by two, and each rank adds up what it
@@ -59,7 +60,7 @@ from inductor_passes.collectives import (
     groups,
     reductions,
 )
-from inductor_passes.fusion import can_be_reduced_in_place, is_fused_cast
+from inductor_passes.fusion import can_be_reduced_in_place, is_fused_cast, mixes_dtypes
 from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS, ENCODE_SUMS
 from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS, PREPARE_SHARDS, UNPACK_WEIGHTS
 from inductor_passes.rounding import ROUNDED_TO
@@ -190,7 +191,7 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
     numels = [_val(member.input).numel() for member in members]
     dtypes = [_val(member.input).dtype for member in members]
     wire_format = members[0].wire_format
-    if _is_grouped(members[0]) and len(set(dtypes)) == 1:
+    if _is_grouped(members[0]) and (len(set(dtypes)) == 1 or mixes_dtypes(members[0])):
         with graph.inserting_before(first):
             inputs = _prepared(members, shards, numels, dtypes)
             _replace(members, _group(ALL_GATHER_GROUP, inputs, [(member,) for member in members]))

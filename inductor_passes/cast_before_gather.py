@@ -55,9 +55,8 @@ _MOVES = (
 )
 """Operators that put elements into other places and change none of them."""
 _MAXIMA = (_aten.max.default, _aten.amax.default)
-_CARRIED_AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-"""Dtypes that not every backend can gather."""
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, *_CARRIED_AS_BYTES)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, *_FLOAT8)
 """Dtypes in which a weight may travel."""
 
 
@@ -270,12 +269,13 @@ def _gather_cast(made: _MadeOfWeight, narrow: Node) -> None:
             gather.node.prepend(number)
     with gather.node.graph.inserting_before(gather.node):
         sent = _on_shard(made, path, _rounded(gather.input))
-        if dtype in _CARRIED_AS_BYTES:
+        as_bytes = dtype in _FLOAT8 and sent.meta["val"].device.type != "cuda"  # NCCL can, gloo cannot
+        if as_bytes:
             sent = insert_call(_aten.view.dtype, sent, torch.uint8)
         issued = insert_call(ALL_GATHER, sent, *gather.options)
         issued.meta.update((key, value) for key, value in gather.node.meta.items() if key.startswith("simplefsdp_"))
         whole = insert_call(WAIT, issued)
-        if dtype in _CARRIED_AS_BYTES:
+        if as_bytes:
             whole = insert_call(_aten.view.dtype, whole, dtype)
         for node in path:
             if node.target in _MOVES:

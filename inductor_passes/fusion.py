@@ -54,6 +54,12 @@ def can_be_reduced_in_place(reduction: Collective) -> bool:
     return not (copied or alone or source.target is _aten.div.Tensor) and value.dim() > 0 and value.is_contiguous()
 
 
+def mixes_dtypes(gather: Collective) -> bool:
+    """Return whether a group of gathers may have several dtypes: NCCL's may, and gloo makes one buffer of a group."""
+    on_a_gpu: bool = gather.input.meta["val"].device.type == "cuda"
+    return on_a_gpu
+
+
 def communicates(node: Node) -> bool:
     return getattr(node.target, "namespace", "") in ("_c10d_functional", "simplefsdp") and node.target is not ADD_UP
 

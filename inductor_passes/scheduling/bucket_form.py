@@ -2,8 +2,8 @@
 
 Packed, a bucket is one collective, and its members are copied into the collective's buffer and out of it. Grouped, each
 member is a collective of its own, without these copies, and every member but the first takes ``member_s`` of the
-channel. What cannot be grouped is packed whatever the form: gathers of several dtypes, members in a wire format, and
-reductions that do not read their gradient in place (``Reduction.in_place``).
+channel. What cannot be grouped is packed whatever the form: members in a wire format, reductions that do not read
+their gradient in place (``Reduction.in_place``), and, but with NCCL, gathers of several dtypes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,8 @@ def by_kind(members: Iterable[Any]) -> dict[CollectiveKind, list[Any]]:
 
 def are_grouped(gathers: Sequence[Gather]) -> bool:
     """Return whether these gathers of one kind are a group where their bucket is grouped."""
-    return len(gathers) > 1 and gathers[0].kind.wire_format is None and len({gather.dtype for gather in gathers}) == 1
+    mixed = len({gather.dtype for gather in gathers}) > 1 and not all(gather.mixes_dtypes for gather in gathers)
+    return len(gathers) > 1 and gathers[0].kind.wire_format is None and not mixed
 
 
 def reduced_in_place(reductions: Sequence[Reduction]) -> list[Reduction]:

@@ -108,7 +108,9 @@ class Gather(NamedTuple):
     prepared: int = 0
     """Bytes of the cast or padded copy of the shard that is gathered unpacked; 0 if the shard is gathered as it is."""
     dtype: str = ""
-    """Dtype in which the weight is gathered; only gathers of one dtype can be a group."""
+    """Dtype in which the weight is gathered."""
+    mixes_dtypes: bool = False
+    """Whether it can be in a group with gathers of other dtypes."""
 
 
 class Reduction(NamedTuple):

@@ -35,6 +35,7 @@ from inductor_passes.fusion import (
     computes,
     fused_regions,
     is_view,
+    mixes_dtypes,
     own_collective,
     sources_of,
     storage_of,
@@ -300,7 +301,14 @@ def cost_graph_of(
         prepared = _nbytes(gather.input) if uneven or storage_of(gather.input).op != "placeholder" else 0
         dtype = str(gather.input.meta["val"].dtype)
         gathered[fqn] = Gather(
-            fqn, kinds.of_gather(gather), nbytes, slot[at.first_use_slot[fqn]], last, prepared, dtype
+            fqn,
+            kinds.of_gather(gather),
+            nbytes,
+            slot[at.first_use_slot[fqn]],
+            last,
+            prepared,
+            dtype,
+            mixes_dtypes(gather),
         )
     reduced = [
         Reduction(

@@ -55,7 +55,7 @@ class SameOnEveryRank(Interpreter):
 Spec = tuple[str, list[int], torch.dtype, str, int]
 
 
-def chains(specs: list[Spec]) -> tuple[Graph, list[torch.Tensor]]:
+def chains(specs: list[Spec], device: str = "cpu") -> tuple[Graph, list[torch.Tensor]]:
     """A graph with a collective per ``(kind or operator, local shape, dtype, group, missing rows)``, each used right
     behind its wait, and inputs for it. Collective i carries the FQN ``p<i>``."""
     graph, inputs, outputs = Graph(), [], []
@@ -65,7 +65,7 @@ def chains(specs: list[Spec]) -> tuple[Graph, list[torch.Tensor]]:
     with FakeTensorMode() as mode:
         placeholders = [graph.placeholder(f"x{i}") for i in range(len(specs))]
         for i, (kind, shape, dtype, group, missing) in enumerate(specs):
-            placeholders[i].meta["val"] = mode.from_tensor(inputs[i])
+            placeholders[i].meta["val"] = torch.empty_like(mode.from_tensor(inputs[i]), device=device)
             node = placeholders[i]
             if missing:
                 node = call(
@@ -146,6 +146,17 @@ def test_any_buckets_give_the_same_values(specs, data, form):
             assert len(fqns) == 1 or len({specs[int(fqn[1:])][2] for fqn in fqns}) > 1, "several dtypes are packed"
         copied = {fqn for pack in nodes(graph, PACK_GRADIENTS) for fqn in packed_fqns(pack)}
         assert all(specs[int(fqn[1:])][2] is not torch.float32 or specs[int(fqn[1:])][4] for fqn in copied)
+
+
+@pytest.mark.parametrize(("device", "form"), [("cuda", "grouped"), ("cpu", "packed")])
+@pytest.mark.usefixtures("one_of_four")
+def test_gathers_of_several_dtypes_are_a_group_with_nccl_alone(device: str, form: str) -> None:
+    specs = [("gather", [2, 3], torch.float32, "0", 0), ("gather", [2], torch.bfloat16, "0", 0)]
+    graph, _ = chains(specs, device)
+    merge(graph, ["p0", "p1"], form="grouped")
+    dtypes = [result.meta["val"].dtype for node in groups(graph) for result in node.users]
+    assert dtypes == ([torch.float32, torch.bfloat16] if form == "grouped" else [])
+    assert len(nodes(graph, PACK_SHARDS)) == (form == "packed")
 
 
 def packed_fqns(pack: Node) -> tuple[str, ...]:

@@ -8,14 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.fx import Graph, Node
 from torch.nn import functional as F
 
-from inductor_passes.collectives import ALL_GATHER, ALL_REDUCE, FQNS
+from inductor_passes.cast_before_gather import cast_before_gather
+from inductor_passes.collectives import ALL_GATHER, ALL_REDUCE, FQNS, WAIT
 from inductor_passes.ops.pack import PACK_SHARDS
+from inductor_passes.torch_compat.fx import insert_call
 from simplefsdp import WireFormat, simple_fsdp
 from tests.compare import whole
 from tests.graphs import Captured, capture, nodes
@@ -182,6 +185,21 @@ class TestGraphs:
         graphs = captured(simple_fsdp(float8(8, 6, 5), reshard_after_forward=False))
         assert travels(graphs.forward) == {"0.weight": torch.uint8, "1.weight": torch.float32}
         assert not nodes(graphs.backward, ALL_GATHER)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.float8_e4m3fn), ("cpu", torch.uint8)])
+def test_float8_travels_as_bytes_where_the_backend_cannot_gather_it(device: str, dtype: torch.dtype) -> None:
+    graph = Graph()
+    shard, weight = graph.placeholder("shard"), torch.float8_e4m3fn
+    with FakeTensorMode():
+        shard.meta["val"] = torch.empty(4, 8, device=device)
+        gather = insert_call(ALL_GATHER, shard, 4, "0")
+        gather.meta[FQNS] = ("weight",)
+        graph.output(insert_call(torch.ops.prims.convert_element_type.default, insert_call(WAIT, gather), weight))
+        assert cast_before_gather(graph) == {"weight": weight}
+    assert travels(graph) == {"weight": dtype}
+    (result,) = graph.output_node().all_input_nodes
+    assert (result.meta["val"].dtype, result.meta["val"].shape) == (weight, (16, 8))
 
 
 def _elements(node: Node) -> int:
