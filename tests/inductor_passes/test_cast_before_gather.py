@@ -250,13 +250,25 @@ def _same_bits(name: str, sharding: dict[str, Any], shape: tuple[int, ...] | Non
         assert torch.equal(value, found["eager"][fqn]), f"{fqn}: not as in eager mode"
 
 
+def last_dim(param: nn.Parameter) -> Shard:
+    return Shard(param.ndim - 1)
+
+
 EAGER = {"plan": "block", "lower_with": "aot_eager"}
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize(("name", "reshards"), [*product(MODELS, [True]), ("autocast", False)])
-def test_two_ranks_train_to_the_same_bits(two_ranks: Ranks, name: str, reshards: bool) -> None:
-    two_ranks.run(_same_bits, name, {"reshard_after_forward": reshards}, None, EAGER)
+@pytest.mark.parametrize(
+    ("name", "sharding"),
+    [
+        *product(MODELS, [{}]),
+        ("autocast", {"reshard_after_forward": False}),
+        ("autocast", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+        ("autocast", {"shard_placement_fn": last_dim}),
+    ],
+)
+def test_two_ranks_train_to_the_same_bits(two_ranks: Ranks, name: str, sharding: dict[str, Any]) -> None:
+    two_ranks.run(_same_bits, name, sharding, None, EAGER)
 
 
 @pytest.mark.compile

@@ -20,7 +20,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def model(recipe: str, gathers_in_float8: bool = False) -> nn.Module:
-    """Two linear layers whose matmuls are in float8, emulated on CPU, and one with a bias of its own."""
+    """Three linear layers whose matmuls are in float8, emulated on CPU; the last has a bias."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     if recipe == "tensorwise":
