@@ -136,9 +136,8 @@ def _made_of(gather: Collective) -> _MadeOfWeight:
 
 
 def _is_elementwise(node: Node, source: Node) -> bool:
-    target: Any = node.target
     value, read = node.meta["val"], source.meta["val"]
-    pointwise = node.target in CASTS or torch.Tag.pointwise in target.tags
+    pointwise = node.target in CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
     return pointwise and isinstance(value, torch.Tensor) and (value.shape, value.device) == (read.shape, read.device)
 
 

@@ -18,7 +18,7 @@ from inductor_passes.torch_compat.dynamo import inside_torch_compile, skip_code
 from simplefsdp.frontend.compare_sharding import CheckInitialWeights, facts, sample
 from simplefsdp.frontend.eager_order import compare_before_steps
 from simplefsdp.frontend.embedding_lookup import exchanged_embeddings
-from simplefsdp.frontend.float8 import unwrap_float8_weights
+from simplefsdp.frontend.float8 import refuse_uses, unwrap_float8_weights
 from simplefsdp.frontend.fsdp_methods import check_divide_factor
 from simplefsdp.frontend.gloo import run_in_order
 from simplefsdp.frontend.node_groups import NodeGroups, node_groups, node_size
@@ -188,7 +188,7 @@ def simple_fsdp(
     check_modules(model)
     _relink(model)
     ignored = _ignored(model, ignored_params)
-    cast_by_module = unwrap_float8_weights(model, ignored)
+    former = unwrap_float8_weights(model, ignored)
     params = {fqn: param for fqn, param in model.named_parameters() if id(param) not in ignored}
     known = {fqn: info for fqn, param in params.items() if (info := getattr(param, "simple_fsdp_info", None))}
     new = {fqn: param for fqn, param in params.items() if fqn not in known}
@@ -235,9 +235,7 @@ def simple_fsdp(
             dim=next((p.dim for p in placements[fqn] if isinstance(p, Shard)), None),
             shard_group=shard_group,
             replica_group=replica_group,
-            param_dtype=mp_policy.param_dtype
-            if param.is_floating_point() and id(param) not in cast_by_module
-            else None,
+            param_dtype=mp_policy.param_dtype if param.is_floating_point() and id(param) not in former else None,
             reduce_dtype=mp_policy.reduce_dtype if param.is_floating_point() else None,
             divide_factor=gradient_divide_factor,
             reshard_after_forward=reshard[fqn],
@@ -254,6 +252,8 @@ def simple_fsdp(
         local = to_offload_device(local, pinned) if offloads else local
         made[fqn] = info = ShardedParameter(fqn, sharded_model, comm, local.placements, tensor_parallel)
         sharded[id(param)] = replace_parameter(param, local, info), info
+        if id(param) in former:
+            refuse_uses(former[id(param)], sharded[id(param)][0])
     for param in ignored.values():
         param.simple_fsdp_ignored = True  # type: ignore[attr-defined]
     if offloads:

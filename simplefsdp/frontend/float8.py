@@ -10,26 +10,37 @@ from typing import Any
 
 from torch import nn
 
+from simplefsdp.frontend.sharding import ReplacedByShard
 
-def unwrap_float8_weights(model: nn.Module, ignored: Collection[int]) -> set[int]:
+
+def unwrap_float8_weights(model: nn.Module, ignored: Collection[int]) -> dict[int, nn.Parameter]:
     """Replace such weights by the plain parameters inside of them; tied ones stay tied.
 
     Args:
         ignored: ``id`` of each parameter to leave as it is.
 
     Returns:
-        ``id`` of each new parameter. The layer casts it from its own dtype, so ``mp_policy`` must not cast it before:
-        FSDP2 does not either.
+        The former weight of each new parameter, by the parameter's ``id``. The layer casts the parameter from its own
+        dtype, so ``mp_policy`` must not cast it before: FSDP2 does not either.
     """
+    former: dict[int, nn.Parameter] = {}
     plain: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None and id(param) not in ignored and _is_float8_weight(param):
                 inner: Any = param
                 if id(param) not in plain:
-                    plain[id(param)] = nn.Parameter(inner._tensor.detach(), requires_grad=param.requires_grad)
+                    new = nn.Parameter(inner._tensor.detach(), requires_grad=param.requires_grad)
+                    plain[id(param)], former[id(new)] = new, param
                 module._parameters[name] = plain[id(param)]
-    return {id(param) for param in plain.values()}
+    return former
+
+
+def refuse_uses(former: nn.Parameter, sharded: nn.Parameter) -> None:
+    """Let every use of a former weight raise, as that of any parameter that a shard has replaced."""
+    kind: Any = type("ReplacedWeight", (ReplacedByShard, type(former)), {"__slots__": ()})
+    former.__class__ = kind
+    former.replaced_by = sharded  # type: ignore[attr-defined]
 
 
 def _is_float8_weight(param: nn.Parameter) -> bool:

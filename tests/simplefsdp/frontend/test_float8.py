@@ -108,3 +108,13 @@ def test_a_weight_that_fsdp2_would_gather_in_float8_is_a_plain_shard_and_stays_t
     assert type(sharded[0].weight._local_tensor) is torch.Tensor
     assert sharded[2].weight is sharded[0].weight
     assert sharded[3].weight is ignored
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_an_optimizer_that_was_built_before_is_told() -> None:
+    pytest.importorskip("torchao.float8")
+    layers = model("tensorwise", gathers_in_float8=True)
+    optimizer = torch.optim.SGD([layers[0].weight], lr=0.1)
+    simple_fsdp(layers)
+    with pytest.raises(RuntimeError, match=r"0\.weight: this is the parameter as it was before simple_fsdp"):
+        optimizer.step()
