@@ -25,6 +25,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from inductor_passes.torch_compat.dynamo import get_eval_frame_callback, skip_code
+from inductor_passes.torch_compat.modules import (
+    global_backward_hooks,
+    global_backward_pre_hooks,
+    global_forward_hooks,
+    global_forward_pre_hooks,
+)
 from simplefsdp.frontend import eager_resharding, embedding_lookup
 from simplefsdp.frontend.compare_sharding import compare_sharding
 from simplefsdp.frontend.fsdp_methods import FSDPMethods
@@ -62,6 +68,19 @@ class ShardedModule(nn.Module):
         pass
 
     def __call__(self, *args, **kwargs):
+        # As nn.Module._call_impl does, which Dynamo would trace, with what calls it, once for each module.
+        if torch.compiler.is_compiling() and not (
+            self._forward_pre_hooks
+            or self._forward_hooks
+            or self._backward_pre_hooks
+            or self._backward_hooks
+            or self._compiled_call_impl
+            or global_forward_pre_hooks
+            or global_forward_hooks
+            or global_backward_pre_hooks
+            or global_backward_hooks
+        ):
+            return self.forward(*args, **kwargs)
         return _call(self, super().__call__, args, kwargs)
 
     def _apply(self, fn, recurse=True):
@@ -231,8 +250,13 @@ def _property(name: str) -> property:
         if not isinstance(param, DTensor):
             return param  # None, or what torch.func.functional_call put there
         state = self._simple_fsdp
+        info = state.params[name]
+        # Whatever is read here for each parameter is traced, and checked before each step.
+        if torch.compiler.is_compiling() and not state.proxies:
+            full = unshard(param, info.key)
+            return full if info.tensor_parallel is None else info.as_it_was(full)
         # functional_call may put something computed from the parameter there.
-        info, proxy = state.params[name], state.proxies.get(name) if param.requires_grad and param.is_leaf else None
+        proxy = state.proxies.get(name) if param.requires_grad and param.is_leaf else None
         if torch.compiler.is_compiling():
             ends = name in state.ending and not eager_resharding.checkpoint.is_recomputing
             return info.as_it_was(unshard(param, info.key, proxy, ends))

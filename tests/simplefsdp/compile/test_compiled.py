@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.modules.module import register_module_forward_hook
 
 from simplefsdp import simple_fsdp
 from tests.compare import LOWERINGS
@@ -247,3 +248,19 @@ def _regional() -> None:
     expected = train(eager, eager, 2, dist.get_rank())
     torch.testing.assert_close(train(model, model, 2, dist.get_rank()), expected, rtol=0, atol=0)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("one_of_four")
+@pytest.mark.parametrize("on_all", [False, True])
+def test_hooks_of_one_module_and_of_all_modules_run(on_all: bool) -> None:
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+
+    def ones(module: nn.Module, _inputs: Any, output: Any) -> Any:
+        return torch.ones_like(output) if module is model[1] else None
+
+    hook = register_module_forward_hook(ones) if on_all else model[1].register_forward_hook(ones)
+    try:
+        assert torch.equal(torch.compile(model, backend="eager")(torch.ones(2, 4)), torch.ones(2, 4))
+    finally:
+        hook.remove()
