@@ -65,7 +65,7 @@ from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADI
 from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS, PREPARE_SHARDS, UNPACK_WEIGHTS
 from inductor_passes.rounding import ROUNDED_TO
 from inductor_passes.scheduling.issue_points import Bucket, PlanError
-from inductor_passes.torch_compat.fx import insert_call, stable_topological_sort
+from inductor_passes.torch_compat.fx import insert_call, move_before, stable_topological_sort
 
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
@@ -186,7 +186,7 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
     first = min(member.node for member in members)
     shards = [before_cast_and_pad(member.input) for member in members]
     for shard in shards:
-        _move_before(first, shard)
+        move_before(first, shard)
     ranks, group = members[0].options
     numels = [_val(member.input).numel() for member in members]
     dtypes = [_val(member.input).dtype for member in members]
@@ -207,14 +207,6 @@ def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
         else:
             unpacked = insert_call(DECODE_WEIGHTS, gathered, ranks, numels, wire_format, dtypes[0])
         _replace(members, [insert_call(operator.getitem, unpacked, i) for i in range(len(members))])
-
-
-def _move_before(first: Node, node: Node) -> None:
-    """Move what prepares a shard before ``first``."""
-    if node > first:
-        for source in node.all_input_nodes:
-            _move_before(first, source)
-        first.prepend(node)
 
 
 def _merge_reductions(graph: Graph, members: list[Collective]) -> None:

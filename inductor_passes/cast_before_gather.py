@@ -39,10 +39,11 @@ from inductor_passes.collectives import (
     Collective,
     gathers,
     is_deterministic,
+    shard_of,
     source_chain,
 )
 from inductor_passes.ops.offload import TO_DEVICE
-from inductor_passes.torch_compat.fx import insert_call
+from inductor_passes.torch_compat.fx import insert_call, move_before
 
 _aten = torch.ops.aten
 _MOVES = (
@@ -78,17 +79,6 @@ class _MadeOfWeight:
         """Return the maxima of the weight that are not made of ``narrow``."""
         maxima = [node for node in self.numbers if node.target in _MAXIMA]
         return sorted(node for node in maxima if narrow not in self.path(node.all_input_nodes[0]))
-
-    def numbers_for(self, narrow: Node) -> list[Node]:
-        """Return the numbers that the path to ``narrow`` takes, and those that they are made of."""
-        needed: set[Node] = set()
-        pending = [source for node in self.path(narrow) for source in node.all_input_nodes]
-        while pending:
-            node = pending.pop()
-            if node in self.numbers and node not in needed:
-                needed.add(node)
-                pending += node.all_input_nodes
-        return sorted(needed)
 
 
 def cast_before_gather(graph: Graph) -> dict[str, torch.dtype]:
@@ -205,13 +195,13 @@ def _reduce_maxima(graph: Graph, narrowed: Iterable[tuple[_MadeOfWeight, Node]])
     for made, narrow in narrowed:
         for maximum in made.maxima_before(narrow):
             dtypes = tuple(cast.meta["val"].dtype for cast in _casts_before(made, maximum))
-            kind = made.gather.options[-1], _shard_of(made).meta["val"].dtype, dtypes
+            kind = made.gather.options[-1], shard_of(made.gather.node).meta["val"].dtype, dtypes
             by_kind.setdefault(kind, []).append((made, maximum))
     head = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(head):
         for (group, *_), maxima in by_kind.items():
             norms = insert_call(
-                _aten._foreach_norm.Scalar, [_not_empty(_shard_of(made)) for made, _ in maxima], math.inf
+                _aten._foreach_norm.Scalar, [_not_empty(shard_of(made.gather.node)) for made, _ in maxima], math.inf
             )
             local = [insert_call(operator.getitem, norms, i) for i in range(len(maxima))]
             packed = insert_call(_aten.cat.default, [insert_call(_aten.view.default, each, [1]) for each in local])
@@ -226,10 +216,6 @@ def _casts_before(made: _MadeOfWeight, maximum: Node) -> list[Node]:
     """Return the casts between a shard and the greatest magnitude of its weight."""
     nodes = [*source_chain(made.gather.node), *made.path(maximum.all_input_nodes[0])]
     return [node for node in nodes if node.target in CASTS]
-
-
-def _shard_of(made: _MadeOfWeight) -> Node:
-    return [*source_chain(made.gather.node), made.gather.node][0].all_input_nodes[0]
 
 
 def _not_empty(shard: Node) -> Node:
@@ -263,9 +249,8 @@ def _on_shard(made: _MadeOfWeight, path: Sequence[Node], shard: Node) -> Node:
 def _gather_cast(made: _MadeOfWeight, narrow: Node) -> None:
     """Gather ``narrow`` in place of its weight; the numbers that it takes are made before."""
     gather, path, dtype = made.gather, made.path(narrow), narrow.meta["val"].dtype
-    for number in made.numbers_for(narrow):
-        if number.target not in _MAXIMA:
-            gather.node.prepend(number)
+    for source in [source for node in path for source in node.all_input_nodes if source in made.numbers]:
+        move_before(gather.node, source)
     with gather.node.graph.inserting_before(gather.node):
         sent = _on_shard(made, path, _rounded(gather.input))
         as_bytes = dtype in _FLOAT8 and sent.meta["val"].device.type != "cuda"  # NCCL can, gloo cannot

@@ -255,6 +255,11 @@ def source_chain(gather: Node) -> list[Node]:
     return chain
 
 
+def shard_of(gather: Node) -> Node:
+    """Return the placeholder that ``gather`` gathers, before its casts, pads and views."""
+    return (source_chain(gather) or [gather])[0].all_input_nodes[0]
+
+
 def before_cast_and_pad(node: Node) -> Node:
     """Return the node that ``node`` copies, casts (once) or pads behind its last row."""
     was_cast = False

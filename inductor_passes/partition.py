@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from inductor_passes.collectives import Collective, gathers, reductions, source_chain
+from inductor_passes.collectives import Collective, gathers, reductions, shard_of, source_chain
 from inductor_passes.torch_compat.aot_autograd import (
     PartitionedGraphs,
     min_cut_rematerialization_partition,
@@ -35,7 +35,7 @@ def partition(
     """Partition a joint graph, whose gathers are marked and tagged, by one of torch's partitioners."""
     by_shard: dict[Node, list[Collective]] = {}
     for gather in gathers(joint.graph):
-        by_shard.setdefault(_shard_of(gather.node), []).append(gather)
+        by_shard.setdefault(shard_of(gather.node), []).append(gather)
     for shard, found in by_shard.items():
         if len(found) == 1:  # two gathers that read the same shard in different ways must not look the same
             _fold(shard, found[0].node)
@@ -59,10 +59,6 @@ def partition(
 
 def _set_group(reduction: Node, group: Any) -> None:
     reduction.args = (*reduction.args[:-1], group)
-
-
-def _shard_of(gather: Node) -> Node:
-    return (source_chain(gather) or [gather])[0].all_input_nodes[0]
 
 
 def _fold(shard: Node, gather: Node) -> None:

@@ -20,6 +20,14 @@ def insert_call(target: Any, *args: Any, **kwargs: Any) -> Node:
     return node
 
 
+def move_before(first: Node, node: Node) -> None:
+    """Move ``node`` before ``first``, and whatever it is made of, as far as they come later."""
+    if node > first:
+        for source in node.all_input_nodes:
+            move_before(first, source)
+        first.prepend(node)
+
+
 def size_hint(size: Any) -> int:
     """Return the value of a size that may be symbolic, as far as it is known; for estimates only: it sets no guard."""
     if isinstance(size, int):

@@ -219,15 +219,21 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
 }
 
 
-def trained(model: nn.Module, options: dict[str, Any] | None = None) -> dict[str, Tensor]:
-    """Parameters after three steps: in float8 a rank's own batch decides nothing but its gradient."""
+def trained(
+    model: nn.Module,
+    options: dict[str, Any] | None = None,
+    batch: tuple[int, int] = (4, 8),
+    after_step: Callable[[nn.Module], None] = lambda _: None,
+) -> dict[str, Tensor]:
+    """Parameters after three steps on batches of this shape; compiled with ``options``, or eager."""
     step = torch.compile(model, backend="simplefsdp", fullgraph=True, options=options) if options else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(3):
         generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
-        step(torch.randn(4, 8, generator=generator)).float().square().mean().backward()
+        step(torch.randn(*batch, generator=generator)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        after_step(model)
     return {fqn: whole(param) for fqn, param in model.named_parameters()}
 
 

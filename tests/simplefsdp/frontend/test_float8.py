@@ -5,15 +5,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import simple_fsdp
-from tests.compare import whole
 from tests.graphs import capture
-from tests.inductor_passes.test_cast_before_gather import travels
+from tests.inductor_passes.test_cast_before_gather import trained, travels
 from tests.ranks import Ranks, fake_group
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -34,20 +32,6 @@ def model(recipe: str, gathers_in_float8: bool = False) -> nn.Module:
     return layers
 
 
-def trained(sharded: nn.Module, options: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
-    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-    step = torch.compile(sharded, backend="simplefsdp", fullgraph=True, options=options) if options else sharded
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    for number in range(3):
-        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
-        step(torch.randn(16, 32, generator=generator)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        precompute_float8_dynamic_scale_for_fsdp(sharded)
-    return {fqn: whole(param) for fqn, param in sharded.named_parameters()}
-
-
 def _gather_as_bytes() -> None:
     """Let FSDP2 gather float8 as bytes, which gloo can."""
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
@@ -65,15 +49,19 @@ def _gather_as_bytes() -> None:
 
 
 def _trains_as_under_fsdp2(recipe: str, gathers_in_float8: bool) -> None:
-    pytest.importorskip("torchao.float8")
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    def train(sharded: nn.Module, options: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
+        return trained(sharded, options, (16, 32), precompute_float8_dynamic_scale_for_fsdp)
+
     theirs: Any = model(recipe, gathers_in_float8)
     if gathers_in_float8:
         _gather_as_bytes()
     for layer in (theirs[0], theirs[2], theirs[3], theirs):
         fully_shard(layer, mp_policy=BF16)
-    expected = trained(theirs)
+    expected = train(theirs)
     for options in (None, {"plan": "block", "lower_with": "aot_eager"}):
-        found = trained(simple_fsdp(model(recipe, gathers_in_float8), mp_policy=BF16), options)
+        found = train(simple_fsdp(model(recipe, gathers_in_float8), mp_policy=BF16), options)
         for fqn, value in expected.items():
             assert torch.equal(found[fqn], value), f"{fqn}, {options}"
 
