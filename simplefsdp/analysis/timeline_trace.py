@@ -1,8 +1,5 @@
 """The schedule of a step, for Perfetto (ui.perfetto.dev): compute, process groups and memory over time, as predicted,
-and process groups as measured.
-
-Chrome's trace event format: complete events (``"X"``), counters (``"C"``) and names (``"M"``); times in microseconds.
-"""
+and process groups as measured."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -11,6 +8,7 @@ from typing import Any
 from inductor_passes.scheduling.replay import CollectiveSpan, Timeline
 from simplefsdp.analysis.measurement import GraphRun
 from simplefsdp.analysis.prediction import Prediction, StepCosts
+from simplefsdp.text.trace_events import complete, counter, microseconds, named
 
 _COMPUTE = 0
 """Number of the first track; process groups have the following ones."""
@@ -34,18 +32,17 @@ def timeline_trace(timelines: Sequence[Timeline], resident: int = 0) -> str:
     """
     channels = list(dict.fromkeys(span.kind.channel for timeline in timelines for span in timeline.spans))
     tracks = ["compute", *(f"group {channel}" for channel in channels)]
-    events: list[dict[str, Any]] = [_named("process_name", 0, "predicted")]
-    events += [_named("thread_name", track, name) for track, name in enumerate(tracks)]
+    events: list[dict[str, Any]] = [named("process_name", 0, "predicted")]
+    events += [named("thread_name", track, name) for track, name in enumerate(tracks)]
     begin = 0.0
     for direction, timeline in zip(("forward", "backward"), timelines, strict=True):
         for step, (start, end) in enumerate(zip(timeline.starts, timeline.ends, strict=False)):
-            events.append(_complete(_COMPUTE, f"{direction} {step}", "compute", begin + start, end - start))
+            events.append(complete(_COMPUTE, f"{direction} {step}", "compute", begin + start, end - start))
         for span in timeline.spans:
             track = 1 + channels.index(span.kind.channel)
             events += _of_span(track, span, begin)
         for start, nbytes in zip(timeline.starts, timeline.memory, strict=True):
-            counted = {"bytes": resident + nbytes}
-            events.append({"ph": "C", "name": "memory", "pid": 0, "ts": _us(begin + start), "args": counted})
+            events.append(counter("memory", begin + start, resident + nbytes))
         begin += timeline.seconds
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1) + "\n"
 
@@ -60,20 +57,24 @@ def add_measured_tracks(predicted: str, runs: Sequence[GraphRun]) -> str:
     events = [event for event in content["traceEvents"] if event["pid"] == 0]
     groups = list(dict.fromkeys(one.group for run in runs for one in run.collectives))
     tracks = ["waits", *(f"group {group}" for group in groups)]
-    events.append(_named("process_name", 0, "measured") | _MEASURED)
-    events += [_named("thread_name", track, name) | _MEASURED for track, name in enumerate(tracks)]
+    events.append(named("process_name", 0, "measured") | _MEASURED)
+    events += [named("thread_name", track, name) | _MEASURED for track, name in enumerate(tracks)]
     for run in runs:
         begin = run.began_s - runs[0].began_s
         for one in run.collectives:
             name = _name(one.name, one.parameters)
             track, start = 1 + groups.index(one.group), begin + one.started_s
-            about = {"parameters": list(one.parameters), "bytes": one.nbytes, "issued_us": _us(begin + one.issued_s)}
+            about = {
+                "parameters": list(one.parameters),
+                "bytes": one.nbytes,
+                "issued_us": microseconds(begin + one.issued_s),
+            }
             of_parameters = _KINDS | ({"all_to_all_single": "reduce"} if one.parameters else {})
             what = of_parameters.get(one.name.removesuffix("_coalesced"), "other")
-            took = _complete(track, name, what, start, one.finished_s - one.started_s)
+            took = complete(track, name, what, start, one.finished_s - one.started_s)
             events.append(took | _MEASURED | {"args": about})
             if one.exposed_s:
-                wait = _complete(0, f"wait for {name}", "exposed", begin + one.awaited_s, one.exposed_s)
+                wait = complete(0, f"wait for {name}", "exposed", begin + one.awaited_s, one.exposed_s)
                 events.append(wait | _MEASURED)
     return json.dumps(content | {"traceEvents": events}, indent=1) + "\n"
 
@@ -91,26 +92,14 @@ def _of_span(track: int, span: CollectiveSpan, begin: float) -> Iterator[dict[st
         "bytes": span.nbytes,
         "sent": span.kind.sent(span.nbytes),
         "collectives": span.parts,
-        "issued_us": _us(begin + span.issued),
-        "awaited_us": _us(begin + span.awaited),
+        "issued_us": microseconds(begin + span.issued),
+        "awaited_us": microseconds(begin + span.awaited),
     }
-    yield _complete(track, name, span.what, begin + span.started, span.finished - span.started) | {"args": about}
+    yield complete(track, name, span.what, begin + span.started, span.finished - span.started) | {"args": about}
     if span.exposed:
-        yield _complete(_COMPUTE, f"wait for {name}", "exposed", begin + span.awaited, span.exposed)
+        yield complete(_COMPUTE, f"wait for {name}", "exposed", begin + span.awaited, span.exposed)
 
 
 def _name(what: str, fqns: Sequence[str]) -> str:
     first, more = " ".join((what, *fqns[:1])), len(fqns) - 1
     return f"{first} and {more} more" if more > 0 else first
-
-
-def _complete(track: int, name: str, category: str, start: float, seconds: float) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "cat": category, "pid": 0, "tid": track, "ts": _us(start), "dur": _us(seconds)}
-
-
-def _named(what: str, track: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": 0, "tid": track, "args": {"name": name}}
-
-
-def _us(seconds: float) -> float:
-    return 1e6 * seconds

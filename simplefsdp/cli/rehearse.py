@@ -16,12 +16,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
 from simplefsdp.calibration.calibrate import calibrated_profile
+from simplefsdp.cli.simulation import simulate_systems, start_under_null_gpu
 from simplefsdp.compile.plan_step import SEARCHED_PLANS
 from simplefsdp.frontend.embedding_lookup import LOOKUPS
-from simplefsdp.hardware.catalog import DEVICES, device_profile
+from simplefsdp.hardware.catalog import DEVICES, device_profile, smallest_network
 from simplefsdp.hardware.profile import NETWORKS, HardwareProfile, Network, flat, network
+from simplefsdp.null_gpu import launch
 from simplefsdp.rehearsal.group import world
-from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism, simplefsdp_system
+from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism, System, simplefsdp_system
 from simplefsdp.rehearsal.timing import (
     TimingResult,
     TrainingRun,
@@ -35,6 +37,8 @@ from simplefsdp.text.tables import markdown_table
 from simplefsdp.text.units import parse_bytes
 
 AGAINST = ("auto", "greedy", "block", "fsdp2", "fsdp2-compile", "inductor", "ddp", "single")
+_NOT_SIMULATED = ("rank", "threads", "multiprocessors", "steps", "turn", "anyway")
+"""Options that ``--simulate`` has no use for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help=f"{', '.join(MODELS)}, or package.module:factory (tokens to logits)")
     add("--ranks", type=int, required=True, help="of the whole world")
     add("--rank", type=int, default=0, help="which of them to be")
-    add("--network", help=f"{', '.join(NETWORKS)}, or a JSON file")
+    add("--network", help=f"{', '.join(NETWORKS)}, or a JSON file (with --simulate: h100-...)")
     add("--alpha", type=float, metavar="SECONDS", help="instead of --network: of every collective")
     add("--bandwidth", type=float, metavar="BYTES_PER_S", help="with --alpha: of every rank")
     add("--profile", help=f"for plans and predictions: {', '.join(DEVICES)}, or a JSON file (default: measured here)")
@@ -58,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--embedding-lookup", default="gather", choices=LOOKUPS, help="as in simple_fsdp; other systems gather")
     add("--activation-checkpointing", default="none", choices=["none", "block", "selective"])
     add("--dtype", choices=["bf16", "fp32"], help="of compute and gathers (default: bf16 on cuda, fp32 on cpu)")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    add("--device", help=f"cuda, cpu; with --simulate: {', '.join(launch.DEVICES)} (default: what is here; h100)")
     add("--threads", type=int, default=1, help="of compute on cpu: leave a core to the network")
     add("--multiprocessors", type=int, default=1, help="that a collective keeps busy on cuda (NCCL: 16)")
     add("--steps", type=int, default=10, help="timed, on the network and on one that costs nothing")
@@ -66,6 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", metavar="FOLDER", help="for the profiler's record of one step of each system")
     add("--anyway", action="store_true", help="also if memory does not seem to suffice")
     add("--json", action="store_true", help="print JSON")
+    add("--simulate", action="store_true", help="on a GPU that is not there: times of the profile, no kernel runs")
+    add("--host-factor", type=float, default=0.5, help="with --simulate: CPU time of its host for each second of ours")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -77,12 +83,12 @@ def run(args: argparse.Namespace) -> None:
     for name in ("ranks", "tp", "seq", "batch", "threads", "steps", "multiprocessors"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name}: expected a positive number, found {getattr(args, name)}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: cuda, but torch sees no GPU here")
+    _check_device(args)
     chosen = _network(args)
+    valid = tuple(name for name in AGAINST if not (args.simulate and name == "ddp"))  # which asks other ranks
     names = [
-        _system("--plan", args.plan, ("none", *AGAINST)),
-        *(_system("--against", n, AGAINST) for n in _names(args.against)),
+        _system("--plan", args.plan, ("none", *valid)),
+        *(_system("--against", n, valid) for n in _names(args.against)),
     ]
     names = ["inductor" if name == "none" else name for name in names]
     layout = RankLayout(args.ranks, chosen.ranks_per_node, args.tp, args.hybrid)
@@ -93,14 +99,22 @@ def run(args: argparse.Namespace) -> None:
     build = model_factory(
         args.model, seq=args.seq, layers=args.layers, activation_checkpointing=args.activation_checkpointing
     )
-    torch.set_num_threads(args.threads)
+    systems = {name: _system_within(name, budget) for name in names}
     torch._dynamo.config.recompile_limit = 64  # every system compiles the same forward
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    if args.simulate:
+        if args.ranks > chosen.ranks:
+            raise ValueError(f"--ranks: {args.ranks}, but network {chosen.name!r} has {chosen.ranks}")
+        simulated = device_profile(args.profile or args.device, chosen)
+        start_under_null_gpu(args.device)
+        simulate_systems(args, systems, lambda: _workload(args, "cuda", build, layout, simulated), simulated)
+        return
+    torch.set_num_threads(args.threads)
     if args.device == "cuda":
         torch.cuda.set_device(0)
     profile = _profile(args, chosen, measured=not SEARCHED_PLANS.isdisjoint(names))
     with world(args.ranks, chosen, rank=args.rank, multiprocessors=args.multiprocessors) as here:
-        workload = _workload(args, build, layout, profile)
+        workload = _workload(args, args.device, build, layout, profile)
         for name in names if not args.anyway else ():
             _check_that_it_fits(name, workload)
         turn = None if args.turn is None else FileLock(args.turn)
@@ -108,11 +122,9 @@ def run(args: argparse.Namespace) -> None:
             here.before_first = turn.acquire
         results, failed = [], {}
         bar = tqdm(total=len(names) * (2 + 2 * args.steps), unit="step", file=sys.stderr)
-        for name in names:
+        for name, system in systems.items():
             bar.set_description(f"{name}: first step, compiles")
             try:
-                searched = name in SEARCHED_PLANS and budget is not None
-                system = simplefsdp_system(name, budget=budget) if searched else SYSTEMS[name]
                 training_run = TrainingRun(name, system, workload, here)
                 results += _measure(training_run, chosen, args.steps, bar)
                 if args.trace is not None:
@@ -138,6 +150,34 @@ def run(args: argparse.Namespace) -> None:
         if late:
             times = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in late.items())
             print(f"\nthis machine was too busy: data moved later than modelled, at worst {times}")
+
+
+def _check_device(args: argparse.Namespace) -> None:
+    """Fill in the default of ``--device``; raise ``ValueError`` if there is no such device or no need of an option."""
+    if args.simulate:
+        defaults = argparse.ArgumentParser()
+        add_arguments(defaults)
+        for name in _NOT_SIMULATED:
+            if getattr(args, name) != defaults.get_default(name):
+                raise ValueError(f"--{name}: not with --simulate")
+        if not args.host_factor > 0:
+            raise ValueError(f"--host-factor: expected a positive number, found {args.host_factor}")
+        args.device = args.device or "h100"
+        if args.device not in launch.DEVICES:
+            raise ValueError("--device: " + unknown("device to simulate", args.device, launch.DEVICES))
+        return
+    if args.device in launch.DEVICES:
+        raise ValueError(f"--device: {args.device} needs --simulate")
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device not in ("cuda", "cpu"):
+        raise ValueError("--device: " + unknown("device", args.device, ("cuda", "cpu", *launch.DEVICES)))
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: cuda, but torch sees no GPU here")
+
+
+def _system_within(name: str, budget: int | None) -> System:
+    """Return a system by name, within a memory budget if its plan is searched for."""
+    return SYSTEMS[name] if budget is None or name not in SEARCHED_PLANS else simplefsdp_system(name, budget=budget)
 
 
 def _measure(training_run: TrainingRun, chosen: Network, steps: int, bar: tqdm) -> list[TimingResult]:
@@ -191,6 +231,11 @@ def _network(args: argparse.Namespace) -> Network:
         if args.alpha is not None or args.bandwidth is not None:
             raise ValueError("--network: says alpha and bandwidth itself, leave out --alpha and --bandwidth")
         return network(args.network)
+    if args.simulate and args.alpha is None and args.bandwidth is None:
+        smallest = smallest_network(args.ranks)
+        if smallest is None:
+            raise ValueError(f"--ranks: {args.ranks}, and no built-in network is as large; give one by --network")
+        return network(smallest)
     if args.alpha is None or args.bandwidth is None:
         raise ValueError("--network: missing (or both --alpha and --bandwidth)")
     for name in ("alpha", "bandwidth"):
@@ -217,17 +262,21 @@ def _system(option: str, name: str, valid: tuple[str, ...]) -> str:
 
 
 def _workload(
-    args: argparse.Namespace, build: Callable[[], nn.Module], layout: RankLayout, profile: HardwareProfile | None
+    args: argparse.Namespace,
+    kind: str,
+    build: Callable[[], nn.Module],
+    layout: RankLayout,
+    profile: HardwareProfile | None,
 ) -> Workload:
-    mesh, tp = layout.meshes(args.device)
-    dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
+    mesh, tp = layout.meshes(kind)
+    dtype = args.dtype or ("bf16" if kind == "cuda" else "fp32")
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtype == "bf16" else MixedPrecisionPolicy()
     with torch.device("meta"):
         model = parallelized(build(), tp)
     vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
     if vocab_size is None:
         raise ValueError(f"--model {args.model}: its config has no vocab_size, so nothing is known about its tokens")
-    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
     parallelism = Parallelism(mesh, policy, not args.keep_unsharded, profile, args.embedding_lookup)
     return Workload(lambda: parallelized(build(), tp), args.batch, args.seq, vocab_size, device, parallelism, args.tp)
 

@@ -13,7 +13,7 @@ that drop, and gaps between kernels.
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
@@ -43,6 +43,8 @@ UNKNOWN_KERNEL_S = 3e-6
 """Seconds of a kernel whose size is not known; ``SimulatedStep.unknown`` counts them by name."""
 HOST_LINK_BYTES_PER_S = 50e9
 """Bytes per second between the device and the host's memory (PCIe 5.0 x16, of whose 63 GB/s copies reach about 50)."""
+BUCKET_COPIES = ("chunk_cat", "multi_tensor_apply", "CatArray", "direct_copy", "split_with_sizes_copy")
+"""Kernels of torch's that copy members of a bucket into its buffer or out of it, by parts of their names."""
 _TRITON_BYTES = "triton bytes "
 
 
@@ -63,6 +65,20 @@ class Sizes(NamedTuple):
         return self.batch * self.seq
 
 
+class Span(NamedTuple):
+    """A kernel, a collective or a wait of a simulated step; times in seconds since the step's begin."""
+
+    track: str
+    """``"stream 0"``, which computes, and others; ``"communicator 1"`` and others; ``"waits"`` of stream 0."""
+    name: str
+    kind: str
+    """Kinds of ``SimulatedStep.kernels_s``; of a collective its operation; of a wait ``"exposed"``."""
+    start_s: float
+    end_s: float
+    nbytes: int
+    """Bytes of a collective's whole tensors; 0 for others."""
+
+
 class SimulatedStep(NamedTuple):
     """A simulated step; times in seconds."""
 
@@ -79,14 +95,20 @@ class SimulatedStep(NamedTuple):
     """Time in which the stream of compute has nothing to do, because the host has not launched it."""
     kernels_s: dict[str, float]
     """Time of kernels by what they do: ``"matmul"``, ``"attention"``, ``"triton"``, ``"copy out"``, ..."""
+    copied_bytes: int
+    """Bytes that members of buckets have, which are copied into a bucket's buffer or out of it."""
     unknown: Counter[str]
+    spans: tuple[Span, ...]
+    reached_s: tuple[float, ...]
+    """For each event of the step, when the stream of compute is there: has done what was asked for before. From the
+    begin of the step."""
 
 
 @contextmanager
 def noting_triton_bytes(recorder: Recorder) -> Iterator[None]:
     """Log, before each kernel of Triton's, the bytes that it reads and writes, as TorchInductor estimates them.
 
-    TorchInductor writes its estimates into kernels that are compiled while ``TORCHINDUCTOR_BENCHMARK_KERNEL=1``.
+    TorchInductor writes its estimates into kernels that are compiled while ``benchmark_combo_kernel`` is on.
     """
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -105,7 +127,12 @@ def noting_triton_bytes(recorder: Recorder) -> Iterator[None]:
 
 
 def simulate(
-    events: Sequence[Event], profile: HardwareProfile, sizes: Sizes, *, host_factor: float = 1.0
+    events: Sequence[Event],
+    profile: HardwareProfile,
+    sizes: Sizes,
+    *,
+    host_factor: float = 1.0,
+    groups: Mapping[int, Sequence[int]] | None = None,
 ) -> SimulatedStep:
     """Return what the last step of a log takes.
 
@@ -114,6 +141,7 @@ def simulate(
         profile: rates of the device, and the network between ranks.
         sizes: of the step.
         host_factor: how much longer the GPU's host takes than this machine.
+        groups: the ranks of each communicator; one that is not there has the first ranks.
 
     Raises:
         ValueError: the log has fewer than two such notes.
@@ -121,17 +149,31 @@ def simulate(
     marks = [i for i, event in enumerate(events) if event.what == Note("step")]
     if len(marks) < 2:
         raise ValueError(f"events: expected a note 'step' before and behind a step, found {len(marks)}")
-    clock = _Clock(events, profile, sizes, host_factor)
+    clock = _Clock(events, profile, sizes, host_factor, groups or {})
     for i in range(marks[-2]):
         clock.advance(i)
     before = clock.snapshot()
+    begin = clock.free[DEFAULT_STREAM]
+    clock.spans.clear()
+    clock.copied, reached = 0, []
     for i in range(marks[-2], marks[-1]):
+        reached.append(max(clock.now, clock.free[DEFAULT_STREAM]) - begin)
         clock.advance(i)
     after = clock.snapshot()
     step, host, communication, exposed, host_bound = (b - a for a, b in zip(before[0], after[0], strict=True))
     kernels = {kind: seconds - before[1].get(kind, 0.0) for kind, seconds in after[1].items()}
     return SimulatedStep(
-        step, host, sum(kernels.values()), communication, exposed, host_bound, kernels, after[2] - before[2]
+        step_s=step,
+        host_s=host,
+        compute_s=sum(kernels.values()),
+        communication_s=communication,
+        exposed_s=exposed,
+        host_bound_s=host_bound,
+        kernels_s=kernels,
+        copied_bytes=clock.copied,
+        unknown=after[2] - before[2],
+        spans=tuple(span._replace(start_s=span.start_s - begin, end_s=span.end_s - begin) for span in clock.spans),
+        reached_s=tuple(reached),
     )
 
 
@@ -143,6 +185,7 @@ class _Clock:
     profile: HardwareProfile
     sizes: Sizes
     host_factor: float
+    groups: Mapping[int, Sequence[int]]
     now: float = 0.0
     """Time of the host, which asks for kernels one by one."""
     cpu: dict[int, float] = field(default_factory=dict)
@@ -166,6 +209,9 @@ class _Clock:
     host_bound: float = 0.0
     kernels: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     unknown: Counter[str] = field(default_factory=Counter)
+    copied: int = 0
+    spans: list[Span] = field(default_factory=list)
+    """Kernels, collectives and waits so far; times since the log's begin."""
 
     def __post_init__(self) -> None:
         collectives = [(i, e.what) for i, e in enumerate(self.events) if isinstance(e.what, Collective)]
@@ -192,12 +238,13 @@ class _Clock:
                 self.triton_bytes = int(text.removeprefix(_TRITON_BYTES))
             case Kernel() | Matmul():
                 elements = what.m * what.n * what.batch if isinstance(what, Matmul) else 0
-                self._launch(what.stream, *self._kernel(i, what), elements)
+                name = f"{what.m} x {what.k} x {what.n}" if isinstance(what, Matmul) else what.name
+                self._launch(what.stream, name, *self._kernel(i, what), elements)
             case Fill(stream, nbytes):
-                self._launch(stream, "fill", self.profile.memory_s(nbytes))
+                self._launch(stream, "cudaMemset", "fill", self.profile.memory_s(nbytes))
             case Copy(stream, direction, nbytes, blocking):
                 seconds = self.profile.memory_s(2 * nbytes) if direction == 3 else nbytes / HOST_LINK_BYTES_PER_S
-                self._launch(stream, "copy", seconds)
+                self._launch(stream, "cudaMemcpy", "copy", seconds)
                 if blocking:
                     self.now = max(self.now, self.free[stream])
             case Collective():
@@ -211,7 +258,7 @@ class _Clock:
                 happens = {"event": self.recorded.get(handle, 0.0), "stream": self.free[handle]}
                 self.now = max(self.now, happens.get(of, max(self.free.values(), default=0.0)))
 
-    def _launch(self, stream: int, kind: str, seconds: float, elements: int = 0) -> None:
+    def _launch(self, stream: int, name: str, kind: str, seconds: float, elements: int = 0) -> None:
         ready = self.free[stream]
         start = max(self.now, ready)
         if stream == DEFAULT_STREAM:
@@ -220,6 +267,7 @@ class _Clock:
         end = self._end(start, seconds, self.profile.contention_of(kind, elements))
         self.free[stream] = end
         self.kernels[kind] += end - start
+        self.spans.append(Span(f"stream {stream}", name, kind, start, end, 0))
 
     def _end(self, at: float, seconds: float, contention: float) -> float:
         """Return when a kernel ends that begins at ``at`` and is slower while a collective is under way."""
@@ -244,19 +292,24 @@ class _Clock:
         exchanges = first.operation in ("send", "receive")
         nbytes = sum(call.nbytes for call in group if call.operation != "receive")
         network, kind = self.profile.network, "all_to_all" if exchanges else first.operation
-        seconds = network.seconds(kind, range(first.ranks), nbytes)
+        seconds = network.seconds(kind, self.groups.get(first.communicator, range(first.ranks)), nbytes)
         if not exchanges:
             seconds += (len(group) - 1) * (network.member_s or 0.0)
         start = max(self.now, self.free[first.stream], self.communicator[first.communicator])
         self.free[first.stream] = self.communicator[first.communicator] = start + seconds
         self.under_way.append((start, start + seconds))
         self.communication += seconds
+        name = f"{kind} of {len(group)}" if len(group) > 1 and not exchanges else kind
+        self.spans.append(Span(f"communicator {first.communicator}", name, kind, start, start + seconds, nbytes))
         self.last_gather[first.stream] = nbytes if kind == "all_gather" else 0
 
     def _wait(self, stream: int, event: int) -> None:
         happens = self.recorded.get(event, 0.0)
         if stream == DEFAULT_STREAM:
-            self.exposed += max(0.0, happens - max(self.free[stream], self.now))
+            ready = max(self.free[stream], self.now)
+            if happens > ready:
+                self.exposed += happens - ready
+                self.spans.append(Span("waits", "wait", "exposed", ready, happens, 0))
             self.awaited_bytes = self.gathered.get(event) or self.awaited_bytes
         self.free[stream] = max(self.free[stream], happens)
 
@@ -275,7 +328,10 @@ class _Clock:
             if name in what.name:
                 return kind, seconds(self, i)
         if what.elements >= 0:
-            return "elementwise", self.profile.memory_s(max(1, what.elements * _element_bytes(what.name)))
+            nbytes = what.elements * _element_bytes(what.name)
+            if any(copy in what.name for copy in BUCKET_COPIES):
+                self.copied += nbytes // 2
+            return "elementwise", self.profile.memory_s(max(1, nbytes))
         self.unknown[what.name[:90]] += 1
         return "unknown", UNKNOWN_KERNEL_S
 
@@ -294,6 +350,11 @@ class _Clock:
         flops = 2.0 * batch * heads * seq**2 * head_dim * widths
         return self.profile.compute_s("attention", torch.bfloat16, flops)
 
+    def copy(self, nbytes: float, moved: float) -> float:
+        """Count bytes that are copied, and return the seconds of memory that moves so many times as much."""
+        self.copied += round(nbytes)
+        return self.moved(moved * nbytes)
+
     def moved(self, nbytes: float) -> float:
         return self.profile.memory_s(max(1.0, nbytes))
 
@@ -311,16 +372,20 @@ _KERNELS: Sequence[tuple[str, str, Callable[[_Clock, int], float]]] = (
     ("attention", "flash_bwd_dq_dk_dv", lambda clock, _: clock.attention(5)),
     ("attention", "flash_bwd", _per_token(lambda sizes: sizes.dim, 6)),
     ("optimizer", "fused_adam", lambda clock, _: clock.moved(28 * clock.sizes.local_parameters / clock._updates)),
-    ("copy out", "split_with_sizes_copy", lambda clock, _: clock.moved(2 * clock.awaited_bytes)),
-    ("copy in", "chunk_cat", lambda clock, i: clock.moved(1.5 * clock.next_bytes(i, "reduce_scatter"))),
-    ("copy in", "multi_tensor_apply", lambda clock, i: clock.moved(_shards(clock, i) * 3)),
+    ("copy out", "split_with_sizes_copy", lambda clock, _: clock.copy(clock.awaited_bytes, 2)),
+    ("copy out", "CatArray", lambda clock, _: clock.copy(clock.awaited_bytes, 2)),
+    ("copy in", "chunk_cat", lambda clock, i: clock.copy(clock.next_bytes(i, "reduce_scatter"), 1.5)),
+    ("copy in", "multi_tensor_apply", lambda clock, i: clock.copy(_shards(clock, i), 3)),
     ("norm", "layer_norm_grad_input", _per_token(lambda sizes: sizes.dim, 6)),
     ("norm", "GammaBeta", _per_token(lambda sizes: sizes.dim, 4)),
     ("norm", "layer_norm_kernel", _per_token(lambda sizes: sizes.dim, 4)),
     ("loss", "SoftMaxBackward", _per_token(lambda sizes: sizes.vocab_size, 12)),
     ("loss", "cunn_SoftMax", _per_token(lambda sizes: sizes.vocab_size, 8)),
+    ("loss", "softmax_warp_backward", _per_token(lambda sizes: sizes.vocab_size, 12)),
+    ("loss", "softmax_warp_forward", _per_token(lambda sizes: sizes.vocab_size, 8)),
     ("loss", "nll_loss", _per_token(lambda _: 1, 8)),
     ("embedding", "embedding", _per_token(lambda sizes: sizes.dim, 6)),
+    ("embedding", "tma_scatter", _per_token(lambda sizes: sizes.dim, 6)),
     ("embedding", "vectorized_gather", _per_token(lambda sizes: sizes.dim, 6)),
     ("reduce", "reduce_kernel", _per_token(lambda sizes: sizes.dim, 4)),
 )

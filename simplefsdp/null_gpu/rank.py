@@ -11,7 +11,7 @@ from torch.distributed import device_mesh
 
 from inductor_passes.runtime import agreement
 from simplefsdp.null_gpu.launch import null_device
-from simplefsdp.null_gpu.log import Recorder
+from simplefsdp.null_gpu.log import Collective, Recorder
 
 
 @contextmanager
@@ -49,3 +49,20 @@ def null_rank(ranks: int, backend: str = "nccl") -> Iterator[Recorder]:
     finally:
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
         dist.destroy_process_group()
+
+
+def communicators(recorder: Recorder) -> dict[int, tuple[int, ...]]:
+    """Return the ranks of each of NCCL's communicators, by its number in the log, of all groups that were made so far.
+
+    One all-reduce of each group is asked for, whose log has the number.
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
+        if dist.get_rank() not in ranks:
+            continue
+        recorder.take()
+        with recorder.recording():
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+        calls = [event.what for event in recorder.take() if isinstance(event.what, Collective)]
+        found.update((call.communicator, tuple(ranks)) for call in calls)
+    return found

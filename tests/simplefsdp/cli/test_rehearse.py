@@ -23,6 +23,7 @@ from tests.simplefsdp.rehearsal import models
 
 TINY = "--model tests.simplefsdp.rehearsal.models:Named --seq 8 --steps 2"
 FAST = "--alpha 1e-5 --bandwidth 1e9"
+SIMULATED = "--model llama3-debug --seq 8 --simulate"
 
 
 def rehearse(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +150,20 @@ def test_a_tensor_parallel_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (f"--model json:nothing {FAST} --ranks 4", "--model json:nothing: module 'json' has no attribute"),
         (f"--model no_such:model {FAST} --ranks 4", "--model no_such:model: No module named 'no_such'"),
         (f"--model tests.simplefsdp.rehearsal.models:Tagger {FAST} --ranks 4", "its config has no vocab_size"),
+        (f"{TINY} {FAST} --ranks 4 --device h200", "--device: h200 needs --simulate"),
+        (f"{TINY} {FAST} --ranks 4 --device gpu", "--device: unknown device 'gpu'"),
+        (f"{SIMULATED} --ranks 4 --device cuda", "--device: unknown device to simulate 'cuda'"),
+        (f"{SIMULATED} --ranks 4 --steps 3", "--steps: not with --simulate"),
+        (f"{SIMULATED} --ranks 4 --rank 1", "--rank: not with --simulate"),
+        (f"{SIMULATED} --ranks 4 --host-factor 0", "--host-factor: expected a positive number, found 0"),
+        (f"{SIMULATED} --ranks 4 --against ddp", "--against: unknown system 'ddp'"),
+        (f"{SIMULATED} --ranks 9 --network h100-1-node", "--ranks: 9, but network 'h100-1-node' has 8"),
+        (f"{SIMULATED} --ranks 1000000", "--ranks: 1000000, and no built-in network is as large"),
+        pytest.param(
+            f"{SIMULATED} --ranks 4",
+            "--simulate: null GPU: torch .* is no CUDA build",
+            marks=pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA"),
+        ),
         (
             f"--model llama3-405b {FAST} --ranks 2 --seq 4096",
             r"block: needs about [\d.]+ GiB \(state 3023.84, whole",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from simplefsdp.hardware.profile import HardwareProfile, flat
+from simplefsdp.hardware.profile import NETWORKS, HardwareProfile, flat
 from simplefsdp.null_gpu.clock import SHORTEST_KERNEL_S, UNKNOWN_KERNEL_S, SimulatedStep, Sizes, simulate
 from simplefsdp.null_gpu.log import Collective, Copy, Event, Fill, Kernel, Matmul, Note, Record, Sync, Wait
 
@@ -97,6 +97,49 @@ def test_kernels_take_what_their_bytes_take() -> None:
     unknown = simulated(kernel("nobody knows"))
     assert unknown.kernels_s == {"unknown": UNKNOWN_KERNEL_S}
     assert unknown.unknown == {"nobody knows": 1}
+
+
+def test_a_collective_takes_what_it_takes_among_the_ranks_of_its_communicator() -> None:
+    profile = replace(PROFILE, network=NETWORKS["h100-8-nodes"])
+    inside, across = tuple(range(8)), tuple(range(0, 16, 2))
+    seconds = {ranks: profile.network.seconds("all_gather", ranks, 8_000_000) for ranks in (inside, across)}
+    assert seconds[inside] < seconds[across]
+    for ranks in seconds:
+        step = simulated(gather(), Record(NCCL, 1), Wait(0, 1), profile=profile, groups={1: ranks, 2: (0,)})
+        assert step.communication_s == pytest.approx(seconds[ranks])
+    assert simulated(gather(), profile=profile).communication_s == pytest.approx(seconds[inside])
+
+
+def test_spans_show_what_ran_when_and_what_was_awaited() -> None:
+    asked = TWO_MS, Record(0, 1), Wait(NCCL, 1), gather(5), gather(5), Record(NCCL, 2), TWO_MS, Wait(0, 2), Fill(0, 1)
+    log: list[Any] = [STEP, TWO_MS, STEP, *asked, STEP]  # spans begin with the last step
+    step = simulate([Event(1, 0.0, 0.0, what) for what in log], PROFILE, SIZES)
+    end = 2e-3 + 15.1e-3
+    assert [(track, name, kind, nbytes) for track, name, kind, _, _, nbytes in step.spans] == [
+        ("stream 0", "1000 x 1000 x 1000", "matmul", 0),
+        ("communicator 1", "all_gather of 2", "all_gather", 16_000_000),
+        ("stream 0", "1000 x 1000 x 1000", "matmul", 0),
+        ("waits", "wait", "exposed", 0),
+        ("stream 0", "cudaMemset", "fill", 0),
+    ]
+    times = [(0, 2e-3), (2e-3, end), (2e-3, 4e-3), (4e-3, end), (end, end + SHORTEST_KERNEL_S)]
+    assert [time for span in step.spans for time in (span.start_s, span.end_s)] == pytest.approx(
+        [time for pair in times for time in pair]
+    )
+    # The note, the matmul, and what follows: where the stream of compute is when the host asks for each.
+    assert step.reached_s == pytest.approx([0, 0, *[2e-3] * 6, 4e-3, end])
+
+
+def test_bytes_that_are_copied_are_those_of_the_members_of_buckets() -> None:
+    def kernel(name: str, elements: int = -1) -> Kernel:
+        return Kernel(0, 1, 128, elements, name)
+
+    out = [gather(), Record(NCCL, 1), Wait(0, 1), kernel("split_with_sizes_copy")]
+    assert simulated(*out, kernel("CatArrayBatchedCopy")).copied_bytes == 2 * 8_000_000
+    assert simulated(kernel("multi_tensor_apply"), gather()).copied_bytes == 1_000_000
+    assert simulated(kernel("chunk_cat"), gather()._replace(operation="reduce_scatter")).copied_bytes == 8_000_000
+    assert simulated(kernel("direct_copy_BFloat16", 1000), kernel("add_BFloat16", 1000)).copied_bytes == 2000
+    assert simulated(TWO_MS, gather()).copied_bytes == 0
 
 
 def test_only_the_last_step_of_a_log_counts() -> None:

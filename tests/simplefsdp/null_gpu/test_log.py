@@ -95,9 +95,12 @@ def test_the_command_hands_on_what_follows_its_own_option(monkeypatch: pytest.Mo
         assert called.pop() == (sys.executable, [sys.executable, *command], {"device": device})
 
 
-def test_the_library_does_not_import_the_null_gpu() -> None:
+def test_only_the_command_that_simulates_imports_the_null_gpu() -> None:
     known = modules()
     outside = {name: path for name, path in known.items() if not name.startswith("simplefsdp.null_gpu")}
     imported = {(name, each) for name, path in outside.items() for each in imports(name, path, known)}
-    assert imported
-    assert not [pair for pair in imported if pair[1].startswith("simplefsdp.null_gpu")]
+    users = {name for name, each in imported if each.startswith("simplefsdp.null_gpu")}
+    assert users == {"simplefsdp.rehearsal.simulated", "simplefsdp.cli.simulation", "simplefsdp.cli.rehearse"}
+    assert {name for name, each in imported if each == "simplefsdp.rehearsal.simulated"} == {
+        "simplefsdp.cli.simulation"
+    }

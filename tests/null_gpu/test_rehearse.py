@@ -1,0 +1,71 @@
+"""``simplefsdp rehearse --simulate``, as its user runs it, on small models."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from simplefsdp.cli import main as cli
+from simplefsdp.null_gpu.rank import communicators, null_rank
+
+pytestmark = [pytest.mark.xdist_group("rehearse"), pytest.mark.compile]
+DEBUG = "--model llama3-debug --layers 2 --seq 256 --simulate"
+
+
+def rehearse(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["simplefsdp", "rehearse", *arguments.split()])
+    cli.main()
+
+
+def test_systems_are_simulated_with_traces_of_streams_waits_and_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rehearse(f"{DEBUG} --ranks 64 --against fsdp2 --json --trace {tmp_path}", monkeypatch)
+    found: Any = json.loads(capsys.readouterr().out)
+    results = {result["system"]: result for result in found["results"]}
+    assert (list(results), found["failed"]) == (["block", "fsdp2"], {})
+    assert results["block"]["copies"] < results["fsdp2"]["copies"]
+    assert results["block"]["copied_bytes"] < results["fsdp2"]["copied_bytes"]
+    for name, result in results.items():
+        assert result["host_waits"] == 0
+        assert result["unknown"] == {}
+        assert result["tokens_per_s"] == pytest.approx(256 / result["step_s"])
+        with gzip.open(tmp_path / f"{name}.json.gz", "rt") as file:
+            events = json.load(file)["traceEvents"]
+        tracks = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+        assert {"stream 0", "waits"} < set(tracks)
+        took = dict.fromkeys(tracks.values(), 0.0)
+        for event in events:
+            if event["ph"] == "X":
+                took[event["tid"]] += 1e-6 * event["dur"]
+                assert event["ts"] >= 0
+        assert took[tracks["waits"]] == pytest.approx(result["exposed_s"])
+        of_collectives = sum(took[number] for track, number in tracks.items() if track.startswith("communicator"))
+        assert of_collectives == pytest.approx(result["communication_s"])
+        memory = [event["args"]["bytes"] for event in events if event["ph"] == "C"]
+        assert max(memory) == pytest.approx(result["peak_bytes"], rel=1e-3)  # the trace does not round sizes up
+    assert not dist.is_initialized()
+
+
+def test_the_table_of_a_hybrid_tensor_parallel_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rehearse(f"{DEBUG} --ranks 16 --tp 2 --hybrid --plan fsdp2-compile --dtype fp32", monkeypatch)
+    out = capsys.readouterr().out
+    assert "as rank 0 of 16, tensor parallel over 2; simulated: structure of torch's own CUDA calls" in out
+    assert "times of the profile h100/h100-8-nodes" in out
+    assert out.count("| fsdp2-compile |") == 1
+
+
+def test_communicators_have_the_ranks_of_their_groups() -> None:
+    with null_rank(16) as recorder:
+        mesh = init_device_mesh("cuda", (2, 2, 4), mesh_dim_names=("replicate", "shard", "tp"))
+        assert mesh.size() == 16
+        found = communicators(recorder)
+    assert set(found.values()) == {tuple(range(16)), (0, 8), (0, 4), (0, 1, 2, 3)}
+    assert len(found) == 4
