@@ -42,10 +42,14 @@ log = logging.getLogger("simplefsdp")
 
 
 def simplefsdp(
-    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph that Dynamo captured. ``options``: see ``Options``; errors: see ``parse_options``."""
-    parsed = parse_options(options)
+    parsed = parse_options(options, mode)
     _refuse_changed_weights(gm, example_inputs)
     if torch.is_grad_enabled():  # Dynamo also traces the call of the model, which would have compared them.
         infos = (getattr(value, "simple_fsdp_info", None) for value in example_inputs)

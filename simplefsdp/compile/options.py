@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._inductor import list_mode_options
 
 from inductor_passes.torch_compat.inductor import NO_OTHER_REORDERING, inductor_options
 from simplefsdp.compile.plan_step import SEARCHED_PLANS, SearchRequest
@@ -33,6 +34,8 @@ PASS_SLOTS = (
 _PLANS = ("auto", "greedy", "block", "none")
 _WIRES = ("given", "auto")
 _LOWERINGS = ("inductor", "aot_eager")
+_PASSES = ("use_joint_graph_passes", "use_post_grad_passes")
+"""Inductor options without which the passes in ``PASS_SLOTS`` are not called."""
 _CALIBRATE = "`torchrun ... -m simplefsdp calibrate` with as many ranks"
 
 
@@ -78,14 +81,21 @@ class Options:
     """Inductor configuration for this compilation only."""
 
 
-def parse_options(options: Mapping[str, Any] | None) -> Options:
+def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
     """Check ``options`` and fill in defaults.
 
+    Args:
+        options: of ``torch.compile``.
+        mode: of ``torch.compile``, which takes one of both: a name for some of Inductor's options.
+
     Raises:
-        ValueError: an unknown option, plan, lowering or Inductor option (with the nearest valid one).
+        ValueError: an unknown option, plan, lowering or Inductor option (with the nearest valid one), or a mode or an
+            option that asks for CUDA graphs or against passes.
         TypeError: an option's value is of another type.
     """
     given = dict(options or {})
+    if mode is not None:
+        given["inductor"] = _options_of_mode(mode)
     valid = [f.name for f in fields(Options)]
     for name in given:
         if name not in valid:
@@ -114,7 +124,27 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
             raise ValueError(f"option 'inductor': {name!r} would move what the plan has ordered; plan='none' allows it")
         if name not in inductor_options():
             raise ValueError("option 'inductor': " + unknown("Inductor option", name, inductor_options()))
+    if refused := _refused(parsed.inductor):
+        raise ValueError(f"option 'inductor': {refused}")
     return parsed
+
+
+def _options_of_mode(mode: str) -> dict[str, Any]:
+    modes: dict[str, dict[str, Any]] = list_mode_options()
+    valid = [name for name, of_mode in modes.items() if not _refused(of_mode)]
+    if mode not in modes:
+        raise ValueError(unknown("mode", mode, valid))
+    if refused := _refused(modes[mode]):
+        raise ValueError(f"mode={mode!r}: {refused} (valid: {', '.join(map(repr, valid))})")
+    return modes[mode]
+
+
+def _refused(inductor: Mapping[str, Any]) -> str | None:
+    """Return why a configuration of Inductor's cannot be; ``None``: it can be."""
+    if inductor.get("triton.cudagraphs"):
+        return "'triton.cudagraphs': that a step in CUDA graphs keeps its plan has not been shown"
+    off = next((name for name in _PASSES if not inductor.get(name, True)), None)
+    return off and f"{off!r}: False would leave out the passes of simplefsdp"
 
 
 def _check_plan(plan: Any) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -129,6 +130,28 @@ def test_inductor_options_reach_inductor():
     options = {"plan": "block", "inductor": {"post_grad_custom_pre_pass": Spy()}}
     torch.compile(model, backend="simplefsdp", options=options)(torch.zeros(1, 2))
     assert seen
+
+
+@pytest.mark.compile
+@one_of_four
+def test_a_mode_is_a_name_for_options_of_inductor():
+    seen = []
+
+    class Spy:
+        def __call__(self, _graph):
+            seen.append((inductor_config.max_autotune, inductor_config.coordinate_descent_tuning))
+
+        def uuid(self):
+            return None
+
+    torch._dynamo.reset()
+    model = simple_fsdp(nn.Linear(2, 8))
+    with inductor_config.patch(post_grad_custom_pre_pass=Spy()):
+        torch.compile(model, backend="simplefsdp", mode="max-autotune-no-cudagraphs")(torch.zeros(1, 2))
+        assert seen == [(True, True)]
+        torch._dynamo.reset()
+        torch.compile(model, backend="simplefsdp", mode="default")(torch.zeros(1, 2))
+    assert seen == [(True, True), (False, False)]
 
 
 def _key(policy=None, options=None, reshard=True):
