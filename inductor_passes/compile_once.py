@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from inductor_passes.bodies import INVOKE, Run, is_alias, is_part
 from inductor_passes.fusion import is_fused
+from inductor_passes.ops.accumulate import ACCUMULATE
 from inductor_passes.order import order_graph
 from inductor_passes.runtime.graph_dump import render_graph
 from inductor_passes.scheduling.issue_points import block_of
@@ -138,6 +139,7 @@ def _runs(graph: Graph, at_each_weight: bool) -> tuple[list[Run], Counter[str]]:
     runs: list[list[Node]] = [[]]
     run_of: dict[Node, int] = {}
     block: set[str | None] = set()
+    added: list[Node] = []
     for i, node in enumerate(nodes):
         if i not in at.main:
             if items[i].kind != "compute" and runs[-1]:
@@ -152,6 +154,9 @@ def _runs(graph: Graph, at_each_weight: bool) -> tuple[list[Run], Counter[str]]:
             if inputs[0] in run_of:
                 run_of[node] = run_of[inputs[0]]
                 runs[run_of[node]].append(node)
+        elif node.target is ACCUMULATE:  # nothing waits for it, so it can be called behind the run of its gradient
+            outside["operators of simplefsdp"] += 1
+            added.append(node)
         elif is_alias(node) and all(n not in run_of for n in inputs):
             continue  # of an input, or of what stays outside: where torch found two that are equal, one run has it
         elif reason := _reason_outside(node):
@@ -165,6 +170,12 @@ def _runs(graph: Graph, at_each_weight: bool) -> tuple[list[Run], Counter[str]]:
     delayed = _delay_what_is_fused_later(nodes, runs, run_of)
     place: dict[Node, float] = {node: i for i, node in enumerate(nodes)}
     place.update((node, place[runs[run_of[node]][0]] - 0.5) for node in delayed)
+    ends: dict[int, float] = {}
+    for node, run in run_of.items():
+        ends[run] = max(place[node], ends.get(run, -1.0))
+    for node in added:
+        made_in = (run_of.get(source, -1) for source in node.all_input_nodes)
+        place[node] = max(place[node], *(ends.get(run, -1.0) + 0.5 for run in made_in))
     nodes.sort(key=place.__getitem__)
     for node in nodes:
         graph.output_node().prepend(node)

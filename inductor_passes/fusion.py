@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from inductor_passes.collectives import CASTS, FQNS, REDUCE_SCATTER, WAIT, Collective, before_cast_and_pad
-from inductor_passes.ops.accumulate import ADD_UP
+from inductor_passes.ops.accumulate import ACCUMULATE, ADD_UP
 
 _aten = torch.ops.aten
 
@@ -61,7 +61,9 @@ def mixes_dtypes(gather: Collective) -> bool:
 
 
 def communicates(node: Node) -> bool:
-    return getattr(node.target, "namespace", "") in ("_c10d_functional", "simplefsdp") and node.target is not ADD_UP
+    if node.target in (ADD_UP, ACCUMULATE):
+        return False
+    return getattr(node.target, "namespace", "") in ("_c10d_functional", "simplefsdp")
 
 
 def computes(node: Node) -> bool:

@@ -41,6 +41,7 @@ from inductor_passes.fusion import (
     storage_of,
     tensors_of,
 )
+from inductor_passes.ops.accumulate import ACCUMULATE, ADD_UP
 from inductor_passes.ops.offload import TO_DEVICE, TO_HOST
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction, joint_contention
 from inductor_passes.scheduling.memory import live_bytes
@@ -234,7 +235,11 @@ _COPIED = 16 << 20
 
 
 def cost_graph_of(
-    graph: Graph, profile: DeviceProfile, given: Collection[str] = (), equivalent: EquivalentGroups = _NONE
+    graph: Graph,
+    profile: DeviceProfile,
+    given: Collection[str] = (),
+    equivalent: EquivalentGroups = _NONE,
+    besides: int = 0,
 ) -> CostGraph:
     """Return a forward or backward graph as its schedule sees it, before its collectives are merged.
 
@@ -244,6 +249,7 @@ def cost_graph_of(
         given: names of inputs that the caller holds, such as parameters; other inputs are freed when they are read.
         equivalent: for each process group, all groups of its mesh dimension. One group may be spread over more nodes
             than another; every group counts as the slowest, as all ranks must make the same plan.
+        besides: bytes that are in use all the time, such as accumulated gradients.
     """
     kinds = _Kinds(profile, equivalent)
     nodes, items = graph_items(graph)
@@ -325,8 +331,8 @@ def cost_graph_of(
     ]
     return CostGraph(
         tuple(sum(seconds[begin:end]) for begin, end in steps),
-        tuple(max(memory.during[begin:end]) for begin, end in steps),
-        tuple(memory.before[mark] for mark in marks),
+        tuple(besides + max(memory.during[begin:end]) for begin, end in steps),
+        tuple(besides + memory.before[mark] for mark in marks),
         tuple(gathered[fqn] for fqn in sorted(at.first_use_slot, key=at.first_use_slot.__getitem__)),
         tuple(sorted(reduced, key=lambda reduction: reduction.ready_slot)),
         tuple(joint_contention(seconds[begin:end], contention[begin:end]) for begin, end in steps)
@@ -334,6 +340,14 @@ def cost_graph_of(
         else (),
         tuple(slot[i] for i in exchanges),
     )
+
+
+def accumulated_bytes(graph: Graph) -> int:
+    """Return the bytes of the sums to which a backward graph adds full gradients, or which it reduces with its own."""
+    added = graph.find_nodes(op="call_function", target=ACCUMULATE)
+    ended = {storage_of(node.args[1]) for node in graph.find_nodes(op="call_function", target=ADD_UP)}
+    whole = (size_hint(node.args[0].meta["val"].numel()) * node.args[2].itemsize for node in added)
+    return sum(whole) + sum(map(_nbytes, ended))
 
 
 def _is_read_otherwise(gradient: Node, reduced: Node) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes  # noqa: F401
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
 
 def keep_gradient_dtype(ctx: Any) -> None:
@@ -26,6 +26,16 @@ def in_backward() -> bool:
 def current_backward() -> int:
     """Return the number of the backward that autograd runs on this thread; -1: none."""
     return torch._C._current_graph_task_id()
+
+
+def is_due(leaf: Tensor, backward: int) -> bool:
+    """Return whether the backward of this number, which runs on this thread, is asked for the gradient of ``leaf``."""
+    assert backward == current_backward() != -1
+    # Inside of an operator autograd may be left out.
+    with_autograd = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with without_dispatch_modes(), torch.enable_grad(), with_autograd:
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return torch._C._will_engine_execute_node(node)
 
 
 def after_backward(callback: Callable[[], None]) -> None:

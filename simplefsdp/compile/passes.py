@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
+from inductor_passes.accumulate_once import accumulate_once
 from inductor_passes.bucket import assign, bucket, choose_formats, let_none_work_in_place_on_the_input_of_another
 from inductor_passes.cast_before_gather import cast_before_gather
 from inductor_passes.collectives import Collective, GraphParameter, identify, reductions
@@ -21,7 +22,7 @@ from inductor_passes.runtime.agreement import add_record
 from inductor_passes.runtime.graph_dump import DUMP_NAMES
 from inductor_passes.runtime.record import is_step, record_graph
 from inductor_passes.scheduling.cost_graph import CostGraph
-from inductor_passes.scheduling.cost_model import cost_graph_of
+from inductor_passes.scheduling.cost_model import accumulated_bytes, cost_graph_of
 from inductor_passes.scheduling.order_items import first_uses, graph_items, last_gradients
 from inductor_passes.tag import tag
 from inductor_passes.torch_compat.aot_autograd import PartitionedGraphs, is_backward, is_higher_order_body
@@ -72,6 +73,7 @@ class Passes:
         kind = "joint" if is_backward(graph) else "inference"
         before, after = DUMP_NAMES[kind]
         self._dump(before, graph)
+        accumulate_once(graph)
         missed = identify(graph, self.given.params)
         if not round_gradients:
             skip_rounding(graph)
@@ -166,7 +168,8 @@ class Passes:
             return []
         inputs = {node.name for node in forward.find_nodes(op="placeholder")}
         profile, equivalent = self.given.profile, self.given.equivalent_groups
-        return [cost_graph_of(graph, profile, inputs, equivalent) for graph in (forward, backward)]
+        besides = accumulated_bytes(backward)
+        return [cost_graph_of(graph, profile, inputs, equivalent, besides) for graph in (forward, backward)]
 
     def _choose_unsharded(
         self, joint: GraphModule, inputs: Any, **kwargs: Any

@@ -57,7 +57,8 @@ class FSDPMethods:
         what ``torch.compile`` returned, torch raises a CheckpointError.
 
         Full gradients are accumulated in ``reduce_dtype``, apart from ``param.grad``, and take the memory of the whole
-        parameters. Code is compiled once for ``False``, and once for the last backward.
+        parameters. If a compiled backward fails meanwhile, the next call of this method, or the next backward, raises
+        and drops what was accumulated. Code is compiled once for ``False``, and once for the last backward.
         """
         _check_outside("set_requires_gradient_sync")
         _check_bool("requires_gradient_sync", requires_gradient_sync)

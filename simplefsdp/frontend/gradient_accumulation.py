@@ -2,8 +2,9 @@
 
 [Note: proxies]
 A parameter whose gradients are added up has a *proxy*: a leaf of the shape of the full weight, without the memory of
-one. Every read of the parameter sends its gradient to the proxy, eager and compiled, and autograd adds the gradients up
-in ``proxy.grad``: the unsharded accumulated gradient.
+one. Every read of the parameter in eager mode sends its gradient to the proxy, and autograd adds the gradients up in
+``proxy.grad``: the unsharded accumulated gradient. Compiled code adds them there itself, for the gradient of the
+proxy's *receiver* (``inductor_passes/ops/accumulate.py``).
 
 The next backward after ``set_requires_gradient_sync(True)`` ends the accumulation. Code that is compiled for this
 backward adds ``proxy.grad`` to each gradient as it comes, and reduces the sum in the bucket that the plan has for it
@@ -25,11 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from inductor_passes.ops.accumulate import offer, received, restore, withdraw
+from inductor_passes.ops.accumulate import check_complete, offer, received, receiver_of, restore, withdraw
 from inductor_passes.torch_compat.autograd import after_backward
 from inductor_passes.torch_compat.dtensor import dtensor
 from simplefsdp.frontend.eager_order import note_reduction
-from simplefsdp.frontend.sharding import ShardedParameter, all_reduce_max, reduce_coalesced, reduction_dtype
+from simplefsdp.frontend.sharding import ShardedParameter, all_reduce_max, reduce_coalesced, sum_dtype
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class ShardedAttribute:
     """All sharded parameters of the module, by attribute name."""
     proxies: dict[str, Tensor]
     """The proxies of the module, by attribute name."""
+    receivers: dict[str, Tensor]
+    """The receivers of these proxies, by attribute name."""
     ending: dict[str, Tensor]
     """Proxies whose accumulation ends with the next backward, by attribute name."""
 
@@ -62,7 +65,7 @@ def sharded_attributes(root: Any) -> list[ShardedAttribute]:
         if (state := module.__dict__.get("_simple_fsdp")) is not None
     ]
     return [
-        ShardedAttribute(name, param, state.params, state.proxies, state.ending)
+        ShardedAttribute(name, param, state.params, state.proxies, state.receivers, state.ending)
         for module, state in states
         for name in state.params
         if (param := module._parameters[name]) is not None
@@ -71,18 +74,23 @@ def sharded_attributes(root: Any) -> list[ShardedAttribute]:
 
 def begin_accumulation(found: list[ShardedAttribute]) -> None:
     """Add up gradients from now on, to what was added up before and has not been reduced."""
+    check_complete()
     proxies: dict[int, Tensor] = {}
+    receivers: dict[int, Tensor] = {}
     for each in found:
         if each.proxy is not None and (ending := _endings.pop(each.proxy, None)) is not None:
             ending.forget(each.proxy)
         each.ending.pop(each.name, None)
-        proxies[id(each.param)] = each.proxies[each.name] = proxies.get(id(each.param), _proxy(each))
+        proxy = proxies[id(each.param)] = each.proxies[each.name] = proxies.get(id(each.param), _proxy(each))
+        receiver = receivers.get(id(proxy), each.receivers.get(each.name))
+        receivers[id(proxy)] = each.receivers[each.name] = receiver_of(proxy) if receiver is None else receiver
         _accumulated[each.param] = each.proxies[each.name]
     _check_optimizers()
 
 
 def reduce_in_next_backward(found: list[ShardedAttribute]) -> None:
     """Reduce what was added up in the next backward that adds to it, and from then on in every backward."""
+    check_complete()
     if ended := [each for each in found if each.proxy is not None and each.proxy not in _endings]:
         _LastBackward(ended)
 
@@ -101,7 +109,8 @@ class _LastBackward:
         for each, proxy in _distinct(self.found):
             hooks = self.hooks[id(proxy)] = []
             if proxy.requires_grad:  # called too where the gradient is None, as it has been taken
-                hooks.append(proxy.register_post_accumulate_grad_hook(self._came))
+                leaves = proxy, each.receivers[each.name]
+                hooks += [leaf.register_post_accumulate_grad_hook(self._came) for leaf in leaves]
             if each.param.requires_grad:
                 offer(proxy)
                 hooks.append(each.param.register_post_accumulate_grad_hook(functools.partial(_received, proxy)))
@@ -122,8 +131,10 @@ class _LastBackward:
 
     def _finish(self) -> None:
         ended = _distinct(self.found)
+        receivers = {id(proxy): each.receivers[each.name] for each, proxy in ended}
         for each, proxy in self.found:
             each.proxies.pop(each.name, None)
+            each.receivers.pop(each.name, None)
             each.ending.pop(each.name, None)
             _endings.pop(proxy, None)
             _accumulated.pop(each.param, None)
@@ -132,7 +143,9 @@ class _LastBackward:
         _reduce(ended)
         for each, proxy in ended:
             if proxy.requires_grad:
-                proxy.register_post_accumulate_grad_hook(functools.partial(_reduce_late, each))
+                late = functools.partial(_reduce_late, each, proxy)
+                for leaf in (proxy, receivers[id(proxy)]):
+                    leaf.register_post_accumulate_grad_hook(late)
 
 
 _endings: Any = WeakTensorKeyDictionary()
@@ -186,7 +199,7 @@ def _proxy(each: ShardedAttribute) -> Tensor:
     if each.proxy is not None:
         return each.proxy
     comm = each.info.communication
-    dtype = reduction_dtype(comm, each.param.dtype) or comm.param_dtype or each.param.dtype
+    dtype = sum_dtype(comm, each.param.dtype)
     leaf = each.param._local_tensor.new_empty((), dtype=dtype, device=comm.device).expand(comm.shape)
     return leaf.requires_grad_(dtype.is_floating_point or dtype.is_complex)
 
@@ -232,5 +245,5 @@ def _received(proxy: Tensor, _param: Tensor) -> None:
     received(proxy)
 
 
-def _reduce_late(each: ShardedAttribute, proxy: Tensor) -> None:
+def _reduce_late(each: ShardedAttribute, proxy: Tensor, _leaf: Tensor) -> None:
     _add_reduced([(each, proxy)])

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from inductor_passes.ops.accumulate import receiver_of
 from inductor_passes.torch_compat.dynamo import get_eval_frame_callback, skip_code
 from inductor_passes.torch_compat.modules import (
     global_backward_hooks,
@@ -46,6 +47,8 @@ class ShardedModuleState:
     """Sharded parameters by attribute name; empty where only modules below hold parameters."""
     proxies: dict[str, Tensor] = field(default_factory=dict)
     """Proxies that collect full gradients while gradients are not reduced, by attribute name."""
+    receivers: dict[str, Tensor] = field(default_factory=dict)
+    """The receivers of these proxies, which compiled code has in their place, by attribute name."""
     ending: dict[str, Tensor] = field(default_factory=dict)
     """The proxies whose accumulated gradients are reduced in the next backward, by attribute name."""
     cast_inputs: torch.dtype | None = None
@@ -124,7 +127,9 @@ class ShardedModule(nn.Module):
     def __deepcopy__(self, memo):
         memo[id(self)] = twin = object.__new__(type(self))
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        twin._simple_fsdp.ending.clear()  # its backward is not waited for
+        own = twin._simple_fsdp
+        own.ending.clear()  # its backward is not waited for
+        own.receivers = {name: receiver_of(proxy) for name, proxy in own.proxies.items()}
         attach(twin)
         return twin
 
@@ -258,8 +263,12 @@ def _property(name: str) -> property:
         # functional_call may put something computed from the parameter there.
         proxy = state.proxies.get(name) if param.requires_grad and param.is_leaf else None
         if torch.compiler.is_compiling():
-            ends = name in state.ending and not eager_resharding.checkpoint.is_recomputing
-            return info.as_it_was(unshard(param, info.key, proxy, ends))
+            if proxy is None or eager_resharding.checkpoint.is_recomputing:
+                # What a checkpoint calls again must save what it saved, also when the accumulation is over.
+                return info.as_it_was(unshard(param, info.key, proxy))
+            if name in state.ending:
+                return info.as_it_was(unshard(param, info.key, proxy, True))
+            return info.as_it_was(unshard(param, info.key, None, False, state.receivers[name]))
         try:
             return eager_resharding.read(param, info, proxy)
         except AttributeError as error:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils._pytree import tree_leaves
 
 from inductor_passes.collectives import TwoSteps
-from inductor_passes.ops.accumulate import ADD_UP
+from inductor_passes.ops.accumulate import ACCUMULATE, ADD_UP
 from inductor_passes.ops.offload import TO_DEVICE, TO_HOST
 from inductor_passes.torch_compat.autograd import keep_gradient_dtype, temporarily_clear_interpreter_stack
 from inductor_passes.torch_compat.dtensor import (
@@ -302,6 +302,11 @@ def reduction_dtype(comm: Communication, own: torch.dtype) -> torch.dtype | None
     return comm.reduce_dtype or (own if REDUCES_IN_OWN_DTYPE else None)
 
 
+def sum_dtype(comm: Communication, own: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients of a parameter of dtype ``own`` are added up before they are reduced."""
+    return reduction_dtype(comm, own) or comm.param_dtype or own
+
+
 def reduce(grad: Tensor, comm: Communication, local: Tensor) -> Tensor:
     """Return the gradient of the shard ``local``, averaged over the ranks, from a full gradient. Not differentiable."""
     if 0 in comm.shape:
@@ -417,6 +422,20 @@ class _Gather(torch.autograd.Function):
         return grad, None, None
 
 
+class _GatherAndAccumulate(torch.autograd.Function):
+    """``_Gather`` in compiled code: its gradient is added to a sum as soon as it is there."""
+
+    @staticmethod
+    def forward(ctx, receiver, local, comm):
+        ctx.receiver, ctx.dtype = receiver.detach(), sum_dtype(comm, local.dtype)
+        keep_gradient_dtype(ctx)
+        return all_gather(local, comm)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ACCUMULATE(grad, ctx.receiver, ctx.dtype), None, None
+
+
 class _GatherAndReduce(torch.autograd.Function):
     """``to_local``, ``_UnshardedProxy`` and ``_Gather`` in one, where one read is one gather and one reduction.
 
@@ -449,15 +468,21 @@ def gather(param: DTensor, comm: Communication, proxy: Tensor) -> Tensor:
 
 
 @torch.compiler.allow_in_graph
-def unshard(param: DTensor, key: str, proxy: Tensor | None = None, ends: bool = False) -> Tensor:
-    """The full weight of a sharded parameter, in ``param_dtype``; its gradient returns averaged over the ranks, or
-    flows to ``proxy``, as it is; if it ``ends``, it returns averaged with what has flowed there.
+def unshard(
+    param: DTensor, key: str, proxy: Tensor | None = None, ends: bool = False, receiver: Tensor | None = None
+) -> Tensor:
+    """The full weight of a sharded parameter, in ``param_dtype``; its gradient returns averaged over the ranks.
+
+    In an accumulation the gradient is added to the sum that ``receiver`` stands for, or flows to ``proxy`` as it is,
+    or, if it ``ends``, returns averaged with what has flowed there.
 
     One node of Dynamo's graph, whatever torch's version makes of the functions inside. ``key``: the parameter's
     ``Communication``, encoded.
     """
     comm = decode(key)
     with temporarily_clear_interpreter_stack():
+        if receiver is not None:
+            return _GatherAndAccumulate.apply(receiver, to_local(param), comm)
         if proxy is None:
             return _GatherAndReduce.apply(param, comm)
         return gather(param, comm, unsharded_proxy(param, comm, proxy) if ends else proxy)

@@ -107,7 +107,7 @@ CASES: dict[str, Case] = {
     "tensor-parallel": Case(mesh={"shard": 16}, tensor_parallel=4, backend=GROUPING_NCCL),
     "checkpointing": Case(checkpointing="block", backend=GROUPING_NCCL),
     "selective-checkpointing": Case(checkpointing="selective"),
-    "accumulation": Case(micro_batches=2, backend=GROUPING_NCCL),
+    "accumulation": Case(micro_batches=3, backend=GROUPING_NCCL),
     "graph-break": Case(model=BrokenLlama, backend=GROUPING_NCCL),
     "dynamic": Case(lengths=(SEQ, SEQ + 512, SEQ + 256), backend=GROUPING_NCCL),
 }

@@ -203,8 +203,14 @@ def test_the_first_micro_batches_only_gather(step: Step) -> None:
         return
     assert {one.operation for calls in found for one in calls} == {"all_gather"}
     plan = planned_buckets(step)
-    gathered = chain(*(expected_gathers(step, bucket) for bucket in (*plan.forward, *plan.backward)))
-    assert Counter(chain(*found)) == Counter(gathered)
+    gathered = [each for bucket in (*plan.forward, *plan.backward) for each in expected_gathers(step, bucket)]
+    assert Counter(chain(*found)) == Counter(gathered * (step.case.micro_batches - 1))
+
+
+def test_full_gradients_are_in_memory_once_while_they_are_added_up(step: Step) -> None:
+    if step.case.micro_batches > 1:
+        sums = sum(4 * math.prod(shape) for shape in step.shapes.values())
+        assert sums < step.peak_bytes < 2 * sums
 
 
 def test_memory_of_a_collective_is_not_given_away_before_its_wait(step: Step) -> None:
@@ -298,12 +304,12 @@ MISPREDICTED = {
     "auto-kept": 0.81,
     "tensor-parallel": 0.84,
     "replicate": 1.07,
-    "accumulation": 0.62,
+    "accumulation": 1.19,
     "graph-break": 0.9,
 }
 """Cases whose predicted peak is off, and how large it is for each byte of the allocator's.
 
-No gradients are foreseen that were added up before, nor what is in memory for another pair of graphs.
+Nothing is foreseen of what is in memory for another pair of graphs.
 """
 WORKSPACE = 40 * 2**20
 """Bytes at most that cuBLAS asks torch's allocator for; they are not predicted."""

@@ -1,5 +1,6 @@
 """How compiled code ends an accumulation: the last backward takes what was added up, and reduces it in its buckets."""
 
+import copy
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from inductor_passes.ops import accumulate
-from inductor_passes.ops.accumulate import ADD_UP
+from inductor_passes.ops.accumulate import ACCUMULATE, ADD_UP
 from inductor_passes.ops.pack import PACK_GRADIENTS
 from inductor_passes.runtime import graph_dump
 from inductor_passes.scheduling.cost_model import node_costs
@@ -26,7 +27,7 @@ from simplefsdp.rehearsal.workload import Workload
 from tests import graphs, zoo
 from tests.compare import assert_same, lowered, vectors
 from tests.models import PROFILE, batch, fsdp2, local, tiny_llama
-from tests.ranks import Ranks
+from tests.ranks import Ranks, fake_group
 from tests.watch import Watch
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -341,6 +342,77 @@ def test_an_offered_sum_is_taken_once_and_restored_until_it_was_received() -> No
     assert all(each.is_contiguous() for each in found)
     assert proxy.grad is None
     torch.library.opcheck(ADD_UP, (gradient, proxy.detach()))
+
+
+def test_gradients_are_added_to_the_sum_of_a_receiver_or_of_a_copy_of_it() -> None:
+    proxy = torch.zeros((), dtype=torch.float32).expand(3, 2).requires_grad_()
+    other = torch.zeros((), dtype=torch.float32).expand(3, 2).requires_grad_()
+    receiver, its_twin = accumulate.receiver_of(proxy), accumulate.receiver_of(other)
+    gradient = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3).t()
+
+    class Adds(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, leaf: Tensor, fails: bool) -> Tensor:
+            ctx.leaf, ctx.fails = leaf.detach().clone(), fails
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            zero = ACCUMULATE(gradient, ctx.leaf, torch.float32)
+            if ctx.fails:
+                _fail(grad)
+            return grad, zero, None
+
+    x = torch.ones(1, requires_grad=True)
+    for leaf in (receiver, receiver, its_twin):
+        Adds.apply(x, leaf, False).backward()
+    assert proxy.grad is not None
+    assert other.grad is not None
+    assert torch.equal(proxy.grad, 2 * gradient.float())
+    assert proxy.grad.is_contiguous()
+    assert torch.equal(other.grad, gradient.float())
+    torch.autograd.grad(Adds.apply(x, receiver, False), x)
+    assert torch.equal(proxy.grad, 2 * gradient.float()), "a backward that is not asked for it adds nothing"
+    with pytest.raises(ZeroDivisionError):
+        Adds.apply(x, receiver, True).backward()
+    with pytest.raises(RuntimeError, match="had added to the sums of 1 parameters in a gradient accumulation"):
+        accumulate.check_complete()
+    assert proxy.grad is None
+    assert torch.equal(other.grad, gradient.float()), "only the sums that it had added to are gone"
+    accumulate.check_complete()
+    Adds.apply(x, receiver, False).backward()
+    assert torch.equal(proxy.grad, gradient.float())
+    with pytest.raises(ZeroDivisionError):
+        Adds.apply(x, receiver, True).backward()
+    with pytest.raises(RuntimeError, match="go back to the first micro-batch of the step"):
+        Adds.apply(x, its_twin, False).backward()
+    torch.library.opcheck(ACCUMULATE, (gradient, receiver.detach(), torch.float32))
+    number = int(receiver)
+    assert number in accumulate._sums
+    del receiver, leaf
+    assert number not in accumulate._sums, "a sum lives as long as its receiver"
+
+
+def test_a_copy_of_a_model_adds_to_sums_of_its_own() -> None:
+    with fake_group(2):
+        model: Any = simple_fsdp(nn.Linear(4, 4))
+        model.set_requires_gradient_sync(False)
+        twin = copy.deepcopy(model)
+        own, its = model._simple_fsdp.receivers, twin._simple_fsdp.receivers
+        assert set(own) == set(its) == {"weight", "bias"}
+        assert not {*map(int, own.values())} & {*map(int, its.values())}
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("one_of_four")
+def test_a_backward_that_adds_up_is_compiled_once_for_equal_blocks(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model: Any = simple_fsdp(tiny_llama(layers=4))
+    model.set_requires_gradient_sync(False)
+    options: Any = {"plan": "block", "report_dir": str(tmp_path)}
+    torch.compile(model, backend="simplefsdp", options=options)(*batch(0, 0)).backward()
+    (bodies,) = tmp_path.glob("*/backward_bodies.txt")
+    assert "called 3 times" in bodies.read_text().splitlines()[0]
 
 
 def test_a_compiled_part_of_an_eager_model_reduces_its_own_in_its_graph(two_ranks: Ranks) -> None:
