@@ -18,6 +18,7 @@ sum once. A backward may fail, or be asked for other gradients than the paramete
 parameter has got its gradient in the backward that took the sum.
 """
 
+import functools
 import itertools
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -102,7 +103,7 @@ def receiver_of(proxy: Tensor) -> Tensor:
 
 
 def check_complete() -> None:
-    """Drop sums that a backward has added to and failed; to be called between backwards, or by another one.
+    """Drop sums that a backward has added to and failed; to be called outside of that backward.
 
     Raises:
         RuntimeError: there are such sums.
@@ -135,10 +136,11 @@ def accumulate(gradient: Tensor, receiver: Tensor, dtype: torch.dtype) -> Tensor
     if found is None or leaf is None:
         raise RuntimeError("a gradient has come for an accumulation that is over and forgotten")
     if backward == -1 or is_due(leaf, backward):
-        check_complete()
+        if found.backward not in (-1, backward):
+            check_complete()
         if backward != -1 and found.backward != backward:
-            if not _under_way:
-                after_backward(_finish)
+            if not _under_way or _under_way[-1].backward != backward:
+                after_backward(functools.partial(_finish, backward))
             found.backward = backward
             _under_way.append(found)
         _add(found.proxy, gradient, dtype)
@@ -154,10 +156,11 @@ def _add(proxy: Tensor, gradient: Tensor, dtype: torch.dtype) -> None:
         proxy.grad.add_(gradient.to(dtype))
 
 
-def _finish() -> None:
+def _finish(backward: int) -> None:
     for each in _under_way:
-        each.backward = -1
-    _under_way.clear()
+        if each.backward == backward:
+            each.backward = -1
+    _under_way[:] = [each for each in _under_way if each.backward != -1]
 
 
 def _zero(_gradient: Tensor, receiver: Tensor, _dtype: torch.dtype) -> Tensor:
@@ -167,8 +170,10 @@ def _zero(_gradient: Tensor, receiver: Tensor, _dtype: torch.dtype) -> Tensor:
 def add_up(gradient: Tensor, proxy: Tensor) -> Tensor:
     """Return ``gradient`` in the dtype of ``proxy``, plus the offered sum if there is one: new memory, contiguous."""
     result = torch.empty(gradient.shape, dtype=proxy.dtype, device=gradient.device)
-    check_complete()
-    offered, backward = _offers.get(proxy.untyped_storage()._cdata), current_backward()
+    storage, backward = proxy.untyped_storage()._cdata, current_backward()
+    if any(each.proxy.untyped_storage()._cdata == storage for each in _under_way if each.backward != backward):
+        check_complete()
+    offered = _offers.get(storage)
     if offered is not None and offered.backward != backward != -1:
         offered.restore()
         offered.taken, offered.proxy.grad, offered.backward = offered.proxy.grad, None, backward

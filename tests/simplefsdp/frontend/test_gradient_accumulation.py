@@ -384,8 +384,16 @@ def test_gradients_are_added_to_the_sum_of_a_receiver_or_of_a_copy_of_it() -> No
     assert torch.equal(proxy.grad, gradient.float())
     with pytest.raises(ZeroDivisionError):
         Adds.apply(x, receiver, True).backward()
+    Adds.apply(x, its_twin, False).backward()
+    assert torch.equal(other.grad, 2 * gradient.float()), "a sum that is complete goes on"
     with pytest.raises(RuntimeError, match="go back to the first micro-batch of the step"):
-        Adds.apply(x, its_twin, False).backward()
+        Adds.apply(x, receiver, False).backward()
+    accumulate.check_complete()
+    Adds.apply(x, receiver, False).backward()
+    with pytest.raises(ZeroDivisionError):
+        Adds.apply(x, receiver, True).backward()
+    with pytest.raises(RuntimeError, match="go back to the first micro-batch of the step"):
+        ADD_UP(gradient, proxy.detach())
     torch.library.opcheck(ACCUMULATE, (gradient, receiver.detach(), torch.float32))
     number = int(receiver)
     assert number in accumulate._sums
