@@ -22,8 +22,8 @@ from inductor_passes.torch_compat.fx import insert_call, stable_topological_sort
 _CAST = torch.ops.prims.convert_element_type.default
 
 
-def accumulate_once(graph: Graph) -> Graph:
-    """Merge the accumulations of each weight in a joint graph; return the graph."""
+def accumulate_once(graph: Graph) -> None:
+    """Merge the accumulations of each weight in a joint graph."""
     of_receiver: dict[Node, list[Node]] = defaultdict(list)
     for node in graph.find_nodes(op="call_function", target=ACCUMULATE):
         of_receiver[storage_of(node.args[1])].append(node)
@@ -33,7 +33,6 @@ def accumulate_once(graph: Graph) -> Graph:
     if several:
         stable_topological_sort(graph)
         graph.lint()
-    return graph
 
 
 def _merge(nodes: list[Node]) -> None:

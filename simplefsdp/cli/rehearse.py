@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import json
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
 from simplefsdp.calibration.calibrate import calibrated_profile
+from simplefsdp.cli.results import print_results
 from simplefsdp.cli.simulation import simulate_systems, start_under_null_gpu
 from simplefsdp.compile.plan_step import SEARCHED_PLANS
 from simplefsdp.frontend.embedding_lookup import LOOKUPS
@@ -138,14 +138,9 @@ def run(args: argparse.Namespace) -> None:
         bar.close()
         if turn is not None:
             turn.release()
-    if args.json:
-        arguments = {name: value for name, value in vars(args).items() if isinstance(value, str | int | float | None)}
-        found = {"arguments": arguments, "results": [asdict(result) for result in results], "failed": failed}
-        print(json.dumps(found, indent=2))
-    else:
-        print(_heading(args, chosen), "", table(results), sep="\n")
-        for name, words in failed.items():
-            print(f"\n{name} does not run: {words}")
+    text = f"{_heading(args, chosen)}\n\n{table(results)}"
+    print_results(args, text, [asdict(result) for result in results], failed)
+    if not args.json:
         late = {r.system: r.late_s for r in results if r.late_s > 0.05 * r.step_s}
         if late:
             times = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in late.items())

@@ -1,7 +1,6 @@
 """``simplefsdp rehearse --simulate``: a step on a GPU that is not there."""
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 
 from inductor_passes.torch_compat.distributed import GROUPING_NCCL
+from simplefsdp.cli.results import print_results
 from simplefsdp.hardware.profile import HardwareProfile
 from simplefsdp.null_gpu.launch import environment, null_device
 from simplefsdp.null_gpu.rank import null_rank
@@ -63,14 +63,8 @@ def simulate_systems(
         found.append(result)
         if args.trace is not None:
             write_trace(result, Path(args.trace) / f"{name}.json.gz")
-    if args.json:
-        arguments = {name: value for name, value in vars(args).items() if isinstance(value, str | int | float | None)}
-        results = [result.figures() for result in found]
-        print(json.dumps({"arguments": arguments, "results": results, "failed": failed}, indent=2))
-        return
-    print(_heading(args, profile), "", simulated_table(found) if found else "", sep="\n")
-    for name, words in failed.items():
-        print(f"\n{name} does not run: {words}")
+    text = f"{_heading(args, profile)}\n\n{simulated_table(found) if found else ''}"
+    print_results(args, text, [result.figures() for result in found], failed)
 
 
 def _heading(args: argparse.Namespace, profile: HardwareProfile) -> str:

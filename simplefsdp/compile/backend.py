@@ -35,7 +35,7 @@ from simplefsdp.compile.passes import Passes, direction_of
 from simplefsdp.frontend.compare_sharding import compare_sharding
 from simplefsdp.frontend.eager_resharding import CHANGED_WHILE_UNSHARDED
 from simplefsdp.frontend.encoded_collectives import encoded_by_passes
-from simplefsdp.frontend.sharding import unshard
+from simplefsdp.frontend.unshard import unshard
 from simplefsdp.hardware.profile import HardwareProfile
 
 log = logging.getLogger("simplefsdp")

@@ -35,7 +35,8 @@ from inductor_passes.torch_compat.autograd import (
 )
 from inductor_passes.torch_compat.dtensor import DTensorSpec
 from simplefsdp.frontend.eager_order import note_gather, note_reduction
-from simplefsdp.frontend.sharding import ShardedParameter, all_gather, gather, unsharded_proxy
+from simplefsdp.frontend.sharding import ShardedParameter, all_gather
+from simplefsdp.frontend.unshard import gather, unsharded_proxy
 
 _Key = tuple[int, bool, bool, int]
 

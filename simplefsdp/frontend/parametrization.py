@@ -36,7 +36,8 @@ from simplefsdp.frontend import eager_resharding, embedding_lookup
 from simplefsdp.frontend.compare_sharding import compare_sharding
 from simplefsdp.frontend.fsdp_methods import FSDPMethods
 from simplefsdp.frontend.initialization import sharded_init
-from simplefsdp.frontend.sharding import ShardedModel, ShardedParameter, shard, unshard
+from simplefsdp.frontend.sharding import ShardedModel, ShardedParameter, shard
+from simplefsdp.frontend.unshard import unshard
 
 
 @dataclass

@@ -146,17 +146,15 @@ def simulate(
     Raises:
         ValueError: the log has fewer than two such notes.
     """
-    marks = [i for i, event in enumerate(events) if event.what == Note("step")]
-    if len(marks) < 2:
-        raise ValueError(f"events: expected a note 'step' before and behind a step, found {len(marks)}")
+    first, last = last_step(events)
     clock = _Clock(events, profile, sizes, host_factor, groups or {})
-    for i in range(marks[-2]):
+    for i in range(first):
         clock.advance(i)
     before = clock.snapshot()
     begin = clock.free[DEFAULT_STREAM]
     clock.spans.clear()
     clock.copied, reached = 0, []
-    for i in range(marks[-2], marks[-1]):
+    for i in range(first, last):
         reached.append(max(clock.now, clock.free[DEFAULT_STREAM]) - begin)
         clock.advance(i)
     after = clock.snapshot()
@@ -175,6 +173,18 @@ def simulate(
         spans=tuple(span._replace(start_s=span.start_s - begin, end_s=span.end_s - begin) for span in clock.spans),
         reached_s=tuple(reached),
     )
+
+
+def last_step(events: Sequence[Event]) -> tuple[int, int]:
+    """Return the positions of the notes ``"step"`` before and behind the last step of a log.
+
+    Raises:
+        ValueError: there are fewer than two such notes.
+    """
+    marks = [i for i, event in enumerate(events) if event.what == Note("step")]
+    if len(marks) < 2:
+        raise ValueError(f"events: expected a note 'step' before and behind a step, found {len(marks)}")
+    return marks[-2], marks[-1]
 
 
 @dataclass
@@ -329,7 +339,7 @@ class _Clock:
                 return kind, seconds(self, i)
         if what.elements >= 0:
             nbytes = what.elements * _element_bytes(what.name)
-            if any(copy in what.name for copy in BUCKET_COPIES):
+            if "direct_copy" in what.name:
                 self.copied += nbytes // 2
             return "elementwise", self.profile.memory_s(max(1, nbytes))
         self.unknown[what.name[:90]] += 1

@@ -17,20 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from inductor_passes.torch_compat.dtensor import local_tensor
 from simplefsdp.hardware.profile import HardwareProfile
-from simplefsdp.null_gpu.clock import (
-    BUCKET_COPIES,
-    SimulatedStep,
-    Sizes,
-    noting_triton_bytes,
-    simulate,
-)
-from simplefsdp.null_gpu.log import Collective, Event, Kernel, Matmul, Note, Recorder, Wait, host_waits
+from simplefsdp.null_gpu.clock import BUCKET_COPIES, SimulatedStep, Sizes, last_step, noting_triton_bytes, simulate
+from simplefsdp.null_gpu.log import Collective, Event, Kernel, Matmul, Recorder, Wait, host_waits
 from simplefsdp.null_gpu.rank import communicators
 from simplefsdp.rehearsal.systems import System, cross_entropy
-from simplefsdp.rehearsal.timing import mfu
+from simplefsdp.rehearsal.timing import attention_shape, mfu
 from simplefsdp.rehearsal.workload import Workload
 from simplefsdp.text.tables import markdown_table
 from simplefsdp.text.trace_events import complete, counter, named
@@ -132,10 +126,10 @@ def simulate_system(
         events = recorder.take()
         allocations = torch.cuda.memory._snapshot()["device_traces"][0]
         torch.cuda.memory._record_memory_history(enabled=None)
-    local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    local = sum(local_tensor(param).numel() for param in model.parameters())
     sizes = _sizes(config, workload, local)
     simulated = simulate(events, profile, sizes, host_factor=host_factor, groups=groups)
-    begin, end = [i for i, event in enumerate(events) if event.what == Note("step")][-2:]
+    logged = events[slice(*last_step(events))]
     tokens_per_s = workload.batch * workload.seq / workload.tensor_parallel / simulated.step_s
     return SimulatedResult(
         name,
@@ -143,8 +137,8 @@ def simulate_system(
         tokens_per_s,
         mfu(model, workload, tokens_per_s),
         torch.cuda.max_memory_allocated(),
-        **_requests(events[begin:end]),
-        memory=_memory(alive, allocations, events[begin:end], simulated.reached_s),
+        **_requests(logged),
+        memory=_memory(alive, allocations, logged, simulated.reached_s),
     )
 
 
@@ -161,14 +155,10 @@ def _requests(step: Sequence[Event]) -> dict[str, int]:
 
 
 def _sizes(config: Any, workload: Workload, local_parameters: int) -> Sizes:
-    def value(*names: str) -> int:
-        found = next((found for name in names if (found := getattr(config, name, None))), None)
-        if not isinstance(found, int):
-            raise ValueError(f"the model's config has none of {', '.join(names)}: kernels of attention need it")
-        return found
-
-    dim, heads = value("dim", "hidden_size"), value("heads", "num_attention_heads")
-    head_dim = getattr(config, "head_dim", None) or dim // heads
+    shape = attention_shape(config)
+    if shape is None:
+        raise ValueError("the model's config has no dim or hidden_size, or no heads or num_attention_heads")
+    dim, heads, head_dim = shape
     heads //= workload.tensor_parallel
     return Sizes(workload.batch, workload.seq, dim, heads, head_dim, workload.vocab_size, local_parameters)
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 
+from inductor_passes.torch_compat.dtensor import local_tensor
 from simplefsdp.hardware.profile import Network
 from simplefsdp.plan.grouping import block_of
 from simplefsdp.rehearsal.group import Collective, World
@@ -203,7 +203,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     model.to_empty(device=device)
     with torch.no_grad():
         for param in model.parameters():
-            local = _local(param)
+            local = local_tensor(param)
             if local.is_floating_point():
                 local.normal_(std=0.02) if param.ndim > 1 else local.fill_(1)
         for module in model.modules():
@@ -259,15 +259,21 @@ def flops_per_token(model: nn.Module, seq: int) -> int | None:
     """
     config = getattr(model, "config", None)
     layers = getattr(config, "layers", None) or getattr(config, "num_hidden_layers", None)
-    heads = getattr(config, "heads", None) or getattr(config, "num_attention_heads", None)
-    dim = getattr(config, "dim", None) or getattr(config, "hidden_size", None)
-    if not (layers and heads and dim):
+    shape = attention_shape(config)
+    if not layers or shape is None:
         return None
-    head_dim = getattr(config, "head_dim", None) or dim // heads
+    _, heads, head_dim = shape
     tied = len(list(model.parameters())) != len(list(model.named_parameters(remove_duplicate=False)))
     embeddings = 0 if tied else sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
     weights = sum(param.numel() for param in model.parameters()) - embeddings
     return 6 * weights + 12 * layers * heads * head_dim * seq
+
+
+def attention_shape(config: Any) -> tuple[int, int, int] | None:
+    """Return a model's width, heads and width of a head; None if its ``config`` has none of the usual names."""
+    heads = getattr(config, "heads", None) or getattr(config, "num_attention_heads", None)
+    dim = getattr(config, "dim", None) or getattr(config, "hidden_size", None)
+    return (dim, heads, getattr(config, "head_dim", None) or dim // heads) if heads and dim else None
 
 
 def estimated_step_bytes(workload: Workload, system: System) -> dict[str, int]:
@@ -285,7 +291,7 @@ def estimated_step_bytes(workload: Workload, system: System) -> dict[str, int]:
     state = 0
     whole: dict[str | None, int] = {}
     for fqn, param in model.named_parameters():
-        local = _local(param)
+        local = local_tensor(param)
         rows, of_a_row = (local.shape[0], local[0].numel()) if local.ndim else (1, 1)
         state += 4 * local.element_size() * -(-rows // shards) * of_a_row
         whole[block_of(fqn)] = whole.get(block_of(fqn), 0) + local.numel() * compute.itemsize
@@ -351,10 +357,6 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    storages = [_local(tensor.detach()).untyped_storage() for tensor in tensors]
+    storages = [local_tensor(tensor.detach()).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

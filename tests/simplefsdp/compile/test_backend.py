@@ -28,6 +28,19 @@ from tests.ranks import fake_group
 one_of_four = pytest.mark.usefixtures("one_of_four")
 
 
+class Spy:
+    """A pass of Inductor's that changes nothing, and notes the configuration under which it is called."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, _graph):
+        self.seen.append((inductor_config.max_autotune, inductor_config.coordinate_descent_tuning))
+
+    def uuid(self):
+        return None
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -116,42 +129,26 @@ def test_module_compile_in_place_uses_the_backend():
 @pytest.mark.compile
 @one_of_four
 def test_inductor_options_reach_inductor():
-    seen = []
-
-    class Spy:
-        def __call__(self, graph):
-            seen.append(len(graph.nodes))
-
-        def uuid(self):
-            return None
-
+    spy = Spy()
     torch._dynamo.reset()
     model = simple_fsdp(nn.Linear(2, 8))
-    options = {"plan": "block", "inductor": {"post_grad_custom_pre_pass": Spy()}}
+    options = {"plan": "block", "inductor": {"post_grad_custom_pre_pass": spy}}
     torch.compile(model, backend="simplefsdp", options=options)(torch.zeros(1, 2))
-    assert seen
+    assert spy.seen
 
 
 @pytest.mark.compile
 @one_of_four
 def test_a_mode_is_a_name_for_options_of_inductor():
-    seen = []
-
-    class Spy:
-        def __call__(self, _graph):
-            seen.append((inductor_config.max_autotune, inductor_config.coordinate_descent_tuning))
-
-        def uuid(self):
-            return None
-
+    spy = Spy()
     torch._dynamo.reset()
     model = simple_fsdp(nn.Linear(2, 8))
-    with inductor_config.patch(post_grad_custom_pre_pass=Spy()):
+    with inductor_config.patch(post_grad_custom_pre_pass=spy):
         torch.compile(model, backend="simplefsdp", mode="max-autotune-no-cudagraphs")(torch.zeros(1, 2))
-        assert seen == [(True, True)]
+        assert spy.seen == [(True, True)]
         torch._dynamo.reset()
         torch.compile(model, backend="simplefsdp", mode="default")(torch.zeros(1, 2))
-    assert seen == [(True, True), (False, False)]
+    assert spy.seen == [(True, True), (False, False)]
 
 
 def _key(policy=None, options=None, reshard=True):
