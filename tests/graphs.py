@@ -1,7 +1,7 @@
 """Graphs of a sharded model, made on one process with a fake group."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +48,7 @@ def capture(
     plan: Any = "none",
     partitioner: str = "min_cut",
     round_gradients: bool = True,
+    decompositions: Mapping[Any, Any] | None = None,
     **options: Any,
 ) -> Captured:
     """Compile ``model(*inputs)`` up to its final graphs. ``joint`` is kept as traced, before any pass."""
@@ -79,9 +80,12 @@ def capture(
             return make_boxed_func(module.forward)
 
         with encoded_by_passes():
-            return aot_autograd(fw_compiler=lower, inference_compiler=infer, partition_fn=tag_and_partition)(
-                gm, example_inputs
-            )
+            return aot_autograd(
+                fw_compiler=lower,
+                inference_compiler=infer,
+                partition_fn=tag_and_partition,
+                decompositions=decompositions,
+            )(gm, example_inputs)
 
     torch._dynamo.reset()
     torch.compile(model, backend=backend, fullgraph=True)(*inputs)

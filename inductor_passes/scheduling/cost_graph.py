@@ -137,6 +137,11 @@ class Reduction(NamedTuple):
         """Bytes in use from ``ready_slot`` until the collective is issued."""
         return self.nbytes if self.copied_from is None else self.copied_from
 
+    @property
+    def is_made_in_step(self) -> bool:
+        """Whether the step before ``ready_slot`` makes the collective's input in memory of its own."""
+        return self.copied_from is None and not self.in_memory_before and self.ready_slot > 0
+
 
 class CostGraph(NamedTuple):
     """A forward or a backward graph, as its schedule sees it."""
@@ -144,7 +149,8 @@ class CostGraph(NamedTuple):
     seconds: tuple[float, ...]
     """One entry per step of compute."""
     live_bytes_in_step: tuple[int, ...]
-    """Bytes in use during each step, without the memory of gathers and reductions; one entry per step."""
+    """Bytes in use during each step, without the memory of gathers and reductions; one entry per step. Schedules count
+    a gradient from the beginning of the step that makes it, so its bytes are taken away until it is made."""
     live_bytes_at_slot: tuple[int, ...]
     """Bytes in use in each slot, without the memory of gathers and reductions; one entry more than there are steps."""
     gathers: tuple[Gather, ...]

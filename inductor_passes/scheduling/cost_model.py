@@ -9,7 +9,7 @@ the model's own, but coalesced ones, take their time where they are issued, as i
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -297,6 +297,24 @@ def cost_graph_of(
             return last
         return max(last, runs_at.get(cost.runs.get(compute[last], compute[last]), last))
 
+    reduced = [
+        Reduction(
+            reduction.fqns[0],
+            kinds.of_reduction(reduction),
+            _nbytes(reduction.input),
+            slot[at.ready_slot[reduction.fqns[0]]],
+            0 if _leaves_the_device(reduction.result) else _nbytes(reduction.node),
+            copied_from.get(reduction.node),
+            bool(_changed_in_place(storage_of(reduction.input))),
+            can_be_reduced_in_place(reduction),
+        )
+        for reduction in reductions(graph)
+    ]
+    made: list[list[tuple[int, int]]] = [[] for _ in steps]
+    for reduction, priced in zip(reductions(graph), reduced, strict=True):
+        if priced.is_made_in_step:
+            source = storage_of(reduction.input)
+            made[priced.ready_slot - 1].append((runs_at.get(cost.runs.get(source, source), 0), priced.nbytes))
     gathered: dict[str, Gather] = {}
     for gather in gathers(graph):
         (fqn,) = gather.fqns
@@ -316,22 +334,9 @@ def cost_graph_of(
             dtype,
             mixes_dtypes(gather),
         )
-    reduced = [
-        Reduction(
-            reduction.fqns[0],
-            kinds.of_reduction(reduction),
-            _nbytes(reduction.input),
-            slot[at.ready_slot[reduction.fqns[0]]],
-            0 if _leaves_the_device(reduction.result) else _nbytes(reduction.node),
-            copied_from.get(reduction.node),
-            bool(_changed_in_place(storage_of(reduction.input))),
-            can_be_reduced_in_place(reduction),
-        )
-        for reduction in reductions(graph)
-    ]
     return CostGraph(
         tuple(sum(seconds[begin:end]) for begin, end in steps),
-        tuple(besides + max(memory.during[begin:end]) for begin, end in steps),
+        tuple(besides + _most_in_use(memory.during, *step, of_step) for step, of_step in zip(steps, made, strict=True)),
         tuple(besides + memory.before[mark] for mark in marks),
         tuple(gathered[fqn] for fqn in sorted(at.first_use_slot, key=at.first_use_slot.__getitem__)),
         tuple(sorted(reduced, key=lambda reduction: reduction.ready_slot)),
@@ -340,6 +345,20 @@ def cost_graph_of(
         else (),
         tuple(slot[i] for i in exchanges),
     )
+
+
+def _most_in_use(during: Sequence[int], begin: int, end: int, made: Iterable[tuple[int, int]]) -> int:
+    """Return the most bytes in use in the step from ``begin`` to ``end``, less those of gradients until they are made.
+
+    Args:
+        during: bytes in use while each compute node runs, without gradients that are made for reductions.
+        made: for each such gradient of the step the position of the compute node that makes it, and its bytes.
+    """
+    in_use = list(during[begin:end])
+    for node, nbytes in made:
+        for i in range(min(node, end) - begin):
+            in_use[i] -= nbytes
+    return max(in_use)
 
 
 def accumulated_bytes(graph: Graph) -> int:

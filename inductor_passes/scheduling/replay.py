@@ -114,7 +114,7 @@ class Replay:
         for reduction in graph.reductions:
             if reduction.copied_from is not None or reduction.in_memory_before:
                 self._ready[reduction.ready_slot] += reduction.gradient_bytes
-            elif reduction.ready_slot:
+            elif reduction.is_made_in_step:
                 self._made[reduction.ready_slot - 1] += reduction.nbytes
             else:  # it is an input of the graph
                 self.alive += reduction.nbytes

@@ -16,6 +16,7 @@ from inductor_passes.compile_once import compile_once, render_bodies
 from inductor_passes.fusion_order import put_fused_together
 from inductor_passes.matmul_casts import cast_in_matmuls
 from inductor_passes.order import order_graph
+from inductor_passes.own_rows import make_own_rows
 from inductor_passes.partition import partition
 from inductor_passes.rounding import skip_rounding
 from inductor_passes.runtime.agreement import add_record
@@ -74,6 +75,7 @@ class Passes:
         before, after = DUMP_NAMES[kind]
         self._dump(before, graph)
         accumulate_once(graph)
+        make_own_rows(graph)
         missed = identify(graph, self.given.params)
         if not round_gradients:
             skip_rounding(graph)

@@ -156,6 +156,26 @@ def test_before_torch_2_13_the_gradient_of_the_output_is_held_until_the_end(monk
     assert 3 * wide + out in backward.live_bytes_in_step
 
 
+class Repeated(nn.Module):
+    """(rows, 8) to (rows, 128): a matmul, eight times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight).repeat(1, 8)
+
+
+def test_a_gradient_takes_memory_from_the_kernel_on_that_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot_autograd, "TANGENTS_ARE_HELD", False)
+    _, backward = cost_graphs(Repeated(), torch.ones(4, 8))
+    narrow, gradient = 4 * 16 * 4, 16 * 8 * 4
+    assert [(each.nbytes, each.ready_slot) for each in backward.reductions] == [(gradient, 1)]
+    # A schedule adds the gradient to the one step, at whose peak, the sum over eight, it is not there yet.
+    assert backward.live_bytes_in_step == (9 * narrow - gradient,)
+
+
 class Normalised(nn.Module):
     """A table's rows, normalised and scaled: one kernel, which runs when the scale has been gathered."""
 
