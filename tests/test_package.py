@@ -17,7 +17,11 @@ from simplefsdp.cli import main as cli
 
 ROOT = Path(__file__).parents[1]
 
-ON_A_GPU = ("simplefsdp.rehearsal.cuda", "inductor_passes.ops.wire_formats_triton")
+ON_A_GPU = (
+    "simplefsdp.rehearsal.cuda",
+    "inductor_passes.ops.hadamard_triton",
+    "inductor_passes.ops.wire_formats_triton",
+)
 """Modules that need Triton, which torch's CPU builds lack, and that are imported on a GPU only."""
 
 _IMPORT_ALL = f"""

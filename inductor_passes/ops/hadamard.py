@@ -3,7 +3,8 @@
 The Hadamard matrix of order 2^k (Sylvester's) is a Kronecker product of smaller ones, so a block is seen as a box whose
 sides are 128 or less, and multiplied along each side: few passes over the data, each a product that matrix units are
 made for (HadaCore, arXiv 2412.08832). Some blocks go through all products before the next do, so that what is between
-two products stays in a cache; it is in float32, and rounded to the dtype of the data once.
+two products stays in a cache; it is in float32, and rounded to the dtype of the data once. On a GPU it is one kernel
+(``hadamard_triton.py``).
 """
 
 import functools
@@ -45,6 +46,11 @@ def hadamard_(x: Tensor, block: int, scale: float) -> None:
 
 
 def _transform(x: Tensor, out: Tensor, scale: float) -> None:
+    if x.is_cuda:
+        from inductor_passes.ops import hadamard_triton  # Triton is not there without a GPU
+
+        hadamard_triton.transform(x, out, x.shape[1], scale)
+        return
     rows = max(1, _TOGETHER // x.shape[1])
     for start in range(0, len(x), rows):
         some = x[start : start + rows].float().contiguous()

@@ -21,7 +21,8 @@ def hadamard_transform(x: Tensor, block: int | None = None, normalize: bool = Tr
         x: (..., n) in float32, bfloat16 or float16.
         block: transform each so many neighbours, a power of two from 2 to 32,768 that divides n; ``None``: n.
         normalize: divide by the square root of ``block``: the transform is then orthogonal, and its own inverse.
-        inplace: write the result into ``x``, which is contiguous and needs no gradient, and return ``x``.
+        inplace: write the result into ``x``, which is contiguous and needs no gradient, and return ``x``. Beside ``x``
+            only some blocks are in memory.
 
     Raises:
         TypeError: ``x`` is no tensor, or of another dtype.

@@ -7,11 +7,8 @@ from collections.abc import Iterator
 from unittest import mock
 
 import hypothesis.strategies as st
-import numpy as np
 import torch
-import triton.language as tl
 from hypothesis import given, settings
-from triton.runtime import interpreter
 
 from inductor_passes.ops import wire_formats
 from inductor_passes.ops.wire_formats import (
@@ -25,22 +22,9 @@ from inductor_passes.ops.wire_formats import (
     encode,
     encode_sum,
 )
+from tests.interpreter import convert_bfloat16_as_a_gpu_does
 
-_converted = interpreter._convert_float
-
-
-def _convert_float(x, dtype, into, rounding):
-    """Convert bfloat16 as a GPU does; Triton's interpreter cuts it off, and loses what is denormal."""
-    if (dtype, into) == (tl.float32, tl.bfloat16):
-        bits = np.frombuffer(x.tobytes(), dtype=np.uint32).reshape(x.shape)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    if (dtype, into) == (tl.bfloat16, tl.float32):
-        bits = np.frombuffer(x.tobytes(), dtype=np.uint16).reshape(x.shape)
-        return bits.astype(np.uint32) << 16
-    return _converted(x, dtype, into, rounding)
-
-
-interpreter._convert_float = _convert_float
+convert_bfloat16_as_a_gpu_does()
 
 NUMEL = st.one_of(st.integers(1, 300), st.integers(2040, 2060))  # a program takes 16 blocks, of 2048 values
 EXPONENT = st.sampled_from([-140, -126, -30, 0, 30, 100])
