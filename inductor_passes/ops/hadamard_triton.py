@@ -63,21 +63,30 @@ def _step(
 @triton.jit(do_not_specialize=["scale"])
 def hadamard_kernel(
     x, out, total, scale,
-    blocks: tl.constexpr, power: tl.constexpr, halves: tl.constexpr, is_narrow: tl.constexpr, dtype: tl.constexpr,
+    blocks: tl.constexpr, size: tl.constexpr, power: tl.constexpr, halves: tl.constexpr, is_narrow: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
-    """Transform some blocks of 2^power of ``total`` values; or with ``halves`` half a block of twice as many."""
-    size: tl.constexpr = 1 << power
+    """Transform some blocks of ``size`` of ``total`` values; or with ``halves`` half a block of twice as many.
+
+    Blocks are seen as 2^power values: those of less than 16 are zero behind theirs, and transformed by the same matrix.
+    """
+    width: tl.constexpr = 1 << power
     program = tl.program_id(0)
-    place = program.to(tl.int64) * (blocks * size) + tl.arange(0, blocks * size)
-    values = tl.load(x + place, place < total, 0.0).to(tl.float32)
+    place = tl.arange(0, blocks * width)
+    exists = place % width < size
+    if width > size:
+        place = place // width * size + place % width
+    place += program.to(tl.int64) * (blocks * size)
+    exists &= place < total
+    values = tl.load(x + place, exists, 0.0).to(tl.float32)
     if halves:  # their sum is transformed into the first half, their difference into the second
         is_second = program % 2
         other = tl.load(x + place + (1 - 2 * is_second) * size).to(tl.float32)
         values = tl.where(is_second == 1, other - values, values + other)
     for step in tl.static_range((power + 3) // 4):
-        values = _step(values, blocks, size, min(4, power - 4 * step), is_narrow and step == 0 and not halves, dtype)
-    values = tl.reshape(values, (blocks * size,)) * scale
-    tl.store(out + place, values.to(out.dtype.element_ty), place < total)
+        values = _step(values, blocks, width, min(4, power - 4 * step), is_narrow and step == 0 and not halves, dtype)
+    values = tl.reshape(values, (blocks * width,)) * scale
+    tl.store(out + place, values.to(out.dtype.element_ty), exists)
 
 
 def transform(x: Tensor, out: Tensor, block: int, scale: float) -> None:
@@ -94,11 +103,12 @@ def transform(x: Tensor, out: Tensor, block: int, scale: float) -> None:
 
 def _launch(x: Tensor, out: Tensor, block: int, scale: float) -> None:
     size = min(block, LONGEST)
-    blocks = max(1, TILE // size)
+    width = max(size, 16)
+    blocks = max(1, TILE // width)
     if x.numel():
         hadamard_kernel[(triton.cdiv(x.numel(), blocks * size),)](
-            x, out, x.numel(), scale, blocks, size.bit_length() - 1, block > size, x.dtype is torch.bfloat16,
-            MULTIPLIED_IN, num_warps=warps(blocks * size),
+            x, out, x.numel(), scale, blocks, size, width.bit_length() - 1, block > size, x.dtype is torch.bfloat16,
+            MULTIPLIED_IN, num_warps=warps(blocks * width),
         )  # fmt: skip
 
 

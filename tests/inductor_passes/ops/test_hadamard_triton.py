@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 @pytest.mark.slow
 def test_triton_interprets_it_as_products_with_the_matrix() -> None:
-    interpreted(Path(__file__).with_name("interpreted_hadamard.py"), tests=58)
+    interpreted(Path(__file__).with_name("interpreted_hadamard.py"), tests=64)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -35,6 +35,7 @@ def test_it_is_built_for_every_gpu_with_tensor_cores_and_without_spilling(
         aligned=("total",),
         options={"num_warps": kernels.warps(values)},
         blocks=values >> power,
+        size=1 << power,
         power=power,
         halves=halves,
         is_narrow=dtype == "bf16",
