@@ -1,4 +1,4 @@
-"""The Hadamard transform on a GPU, against products with the matrix on a CPU."""
+"""The Hadamard transform on a GPU, against that on a CPU in float32."""
 
 import pytest
 import torch
