@@ -1,6 +1,6 @@
 """Steps in each wire format, on one rehearsed rank: the same model, planner and network.
 
-    python -m benchmarks.wire                              # four scenarios, twenty minutes
+    python -m benchmarks.wire                              # five scenarios, half an hour
     python -m benchmarks.wire --scenarios bandwidth --rounds 3
     python -m benchmarks.wire --gbit 0.25                  # two gloo ranks over a link of that rate; needs root and tc
     python -m benchmarks.wire --errors                     # of real weights and gradients, half a minute
@@ -52,11 +52,12 @@ FORMATS = {
     "int8, int4-hadamard": WireFormat("int8", "int4-hadamard"),
 }
 """Formats of weights and gradients, by a name for both."""
-OVER_NODES = {
-    "int8, int8 in one step": WireFormat("int8", "int8"),
-    "int8, int8, int4 between nodes": WireFormat("int8", "int8", "int4"),
+BETWEEN_NODES = {"int8, int8, int4 between nodes": WireFormat("int8", "int8", "int4")}
+FURTHER = {
+    "nodes": {"int8, int8 in one step": WireFormat("int8", "int8"), **BETWEEN_NODES},
+    "replicas": {"bf16, bf16-fp32sum, int4 between nodes": WireFormat("bf16", "bf16-fp32sum", "int4"), **BETWEEN_NODES},
 }
-"""Further formats where parameters are sharded over several nodes."""
+"""Further formats of scenarios with a slow network between nodes."""
 
 
 def _narrow() -> Scenario:
@@ -85,9 +86,20 @@ def _nodes() -> Scenario:
     return replace(hybrid, what=what, network=slow, hybrid=False)
 
 
+def _replicas() -> Scenario:
+    what = "sharded inside of 4 nodes of 4 ranks, the all-reduce between nodes takes longer than compute"
+    return replace(_nodes(), what=what, hybrid=True)
+
+
 def scenarios() -> Mapping[str, Scenario]:
     bandwidth, hybrid = SCENARIOS["bandwidth"], SCENARIOS["hybrid"]
-    return {"bandwidth": bandwidth, "narrow": _narrow(), "hybrid": hybrid, "nodes": _nodes()}
+    return {
+        "bandwidth": bandwidth,
+        "narrow": _narrow(),
+        "hybrid": hybrid,
+        "nodes": _nodes(),
+        "replicas": _replicas(),
+    }
 
 
 def rehearse(name: str, scenario: Scenario, rounds: int) -> dict[str, Any]:
@@ -95,7 +107,7 @@ def rehearse(name: str, scenario: Scenario, rounds: int) -> dict[str, Any]:
     chosen = scenario.network
     with prepared(scenario) as (world, workload, predictions):
         runs, predicted, sent = [], {}, {}
-        for what, wire in {**FORMATS, **(OVER_NODES if name == "nodes" else {})}.items():
+        for what, wire in {**FORMATS, **FURTHER.get(name, {})}.items():
             predictions.found.clear()
             with fresh_compile_cache(), restored_config():
                 on_node = scenario.ranks if what.endswith("in one step") else None

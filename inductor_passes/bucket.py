@@ -231,7 +231,8 @@ def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
             packed = _packed(members, ranks, dtype)
         else:
             packed = _encoded_and_reduced(members, ranks, dtype)
-            step = members[0].all_reduce_after
+            two_steps = members[0].two_steps
+            step = None if two_steps and two_steps.to_replicas else members[0].all_reduce_after
         while step:
             packed = _collective(step.node.target, packed, members, *step.options)
             step = step.all_reduce_after
@@ -239,18 +240,23 @@ def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
 
 
 def _encoded_and_reduced(members: Sequence[Collective], ranks: int, dtype: torch.dtype) -> Node:
-    """Insert the all-to-alls of gradients in a wire format; return the reduced members, one after the other."""
+    """Insert the collectives of gradients in a wire format; return the reduced members, one after the other."""
     operator, _, group = members[0].options
     wire_format, two_steps = members[0].wire_format, members[0].two_steps
     numels = [_val(member.node).numel() for member in members]
     divisor = float(ranks) if operator == "avg" else 1.0
     sent = _packed(members, ranks, dtype)
     if two_steps is not None:
-        inside, among, group, nodes, between_format = two_steps
-        received = _exchanged(sent, members, among, inside)
-        sent = insert_call(ENCODE_SUMS, received, among, nodes, numels, wire_format, between_format)
-        wire_format, ranks = between_format, nodes
-    received = _exchanged(sent, members, ranks, group)
+        received = _exchanged(sent, members, two_steps.ranks, two_steps.inside)
+        options = two_steps.ranks, two_steps.parts, numels, wire_format, two_steps.between_format
+        sent = insert_call(ENCODE_SUMS, received, *options)
+        group, ranks, wire_format = two_steps.between, two_steps.nodes, two_steps.between_format
+    if two_steps is not None and two_steps.to_replicas:
+        all_reduce = members[0].all_reduce_after
+        divisor *= ranks if all_reduce and all_reduce.options[0] == "avg" else 1
+        received = _collective(ALL_GATHER, sent, members, ranks, group)
+    else:
+        received = _exchanged(sent, members, ranks, group)
     return insert_call(DECODE_SUMS, received, ranks, numels, wire_format, dtype, divisor)
 
 
@@ -265,7 +271,7 @@ def _packed(members: Sequence[Collective], ranks: int, dtype: torch.dtype) -> No
     divisor, inputs = _divided([member.input for member in members])
     if (wire_format := members[0].wire_format) is not None:
         gradients = [_gradient(node, ranks) for node in inputs]
-        nodes = members[0].two_steps.nodes if members[0].two_steps else 1
+        nodes = members[0].two_steps.parts if members[0].two_steps else 1
         return insert_call(ENCODE_GRADIENTS, gradients, ranks, wire_format, dtype, divisor or 1.0, nodes)
     gradients = [_as_others(member, _gradient(node, ranks)) for member, node in zip(members, inputs, strict=True)]
     if len({_val(gradient).dtype for gradient in gradients}) > 1:  # the kernel that packs them knows one cast

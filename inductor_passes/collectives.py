@@ -12,6 +12,8 @@ place of a reduce-scatter, or over several nodes two::
     shards - encode - all_gather - wait - decode - ...     full gradients - encode - all_to_all - wait - decode - ...
         full gradients - encode - all_to_all inside - wait - encode sums - all_to_all between - wait - decode - ...
 
+In hybrid shard the second of these is an all-gather among replicas, in place of the all-reduce.
+
 A chain belongs to a parameter because it starts at the placeholder of its shard, or ends at the output that is
 its shard's gradient, and for no other reason (names and positions of nodes mean nothing). What is found is marked on
 the collective itself, ``node.meta["simplefsdp_fqns"]``; the mark survives partitioning and lowering passes, which keep
@@ -67,7 +69,10 @@ _EMBEDDING = torch.ops.aten.embedding.default
 
 
 class TwoSteps(NamedTuple):
-    """How a gradient in a wire format is reduced over several nodes; see [Note: reductions in two steps]."""
+    """How a gradient in a wire format is reduced over several nodes; see [Note: reductions in two steps].
+
+    In hybrid shard the ranks with different shards take the place of a node, and replicas that of nodes.
+    """
 
     inside: str
     """Process group of the ranks of this rank's node."""
@@ -78,6 +83,13 @@ class TwoSteps(NamedTuple):
     nodes: int
     between_format: str
     """Wire format of what travels between nodes."""
+    to_replicas: bool = False
+    """Whether all ranks of ``between`` need the same sums, as they hold the same shard."""
+
+    @property
+    def parts(self) -> int:
+        """Number of ranks of ``between`` that a rank sends different sums."""
+        return 1 if self.to_replicas else self.nodes
 
 
 @dataclass(frozen=True)
@@ -171,8 +183,14 @@ class Collective:
 
 
 def gathers(graph: Graph) -> list[Collective]:
-    """Return the marked all-gathers that are not part of a group, in graph order."""
-    return [Collective(node.meta[FQNS], node, _wait_of(node)) for node in _marked(graph, ALL_GATHER)]
+    """Return the marked all-gathers of weights that are not part of a group, in graph order."""
+    found = [node for node in _marked(graph, ALL_GATHER) if not gathers_sums(node)]
+    return [Collective(node.meta[FQNS], node, _wait_of(node)) for node in found]
+
+
+def gathers_sums(gather: Node) -> bool:
+    """Return whether an all-gather is the second step of a reduction, among replicas."""
+    return gather.all_input_nodes[0].target is ENCODE_SUMS
 
 
 def reductions(graph: Graph) -> list[Collective]:
@@ -181,7 +199,8 @@ def reductions(graph: Graph) -> list[Collective]:
     An all-reduce of another's result is part of that reduction.
     """
     found: dict[Node, Collective] = {}
-    for node in reversed(_marked(graph, *REDUCTIONS, ALL_TO_ALL)):
+    among_replicas = [node for node in _marked(graph, ALL_GATHER) if gathers_sums(node)]
+    for node in sorted([*_marked(graph, *REDUCTIONS, ALL_TO_ALL), *among_replicas], reverse=True):
         wait = _wait_of(node)
         following = [found.pop(user) for user in received(wait).users if user in found]
         found[node] = Collective(node.meta[FQNS], node, wait, following[0] if following else None)

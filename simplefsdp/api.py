@@ -48,7 +48,7 @@ from simplefsdp.frontend.validation import (
     check_wire_format,
     refuse_other_wrappers,
 )
-from simplefsdp.frontend.wire_format import WireFormat
+from simplefsdp.frontend.wire_format import WireFormat, sends_less_to_replicas
 from simplefsdp.plan.grouping import blocks
 from simplefsdp.text.messages import unknown
 
@@ -139,7 +139,7 @@ def simple_fsdp(
         wire: in which format weights and gradients travel: a ``WireFormat`` for all parameters, or ``{glob:
             WireFormat}`` over FQNs, of which the last glob that matches counts. Parameters matched by none, and those
             of 0 dims, travel as they are. Gradients are reduced in float32 where ``mp_policy`` has no
-            ``reduce_dtype``. In a hybrid mode the all-reduce between replicas has no format.
+            ``reduce_dtype``.
         ranks_per_node: how many ranks each node has, which are numbered node by node. Gradients in a wire format that
             are fully sharded over several nodes are reduced inside of nodes first, then between them, over process
             groups that this call makes: all ranks must call it. ``None``: what torchrun says (``LOCAL_WORLD_SIZE``),
@@ -211,11 +211,14 @@ def simple_fsdp(
     exchanged = exchanged_embeddings(model, new, lookups, by_glob, mode, mesh.size(), offloads)
     placements |= dict.fromkeys(exchanged, (Shard(1),))
     wire_formats |= dict.fromkeys(exchanged, WireFormat())
+    shard_group, replica_group = _groups(mode, mesh)
     for fqn, param in new.items():
-        check_wire_format(fqn, param, wire_formats[fqn], mode)
+        check_wire_format(fqn, param, wire_formats[fqn], mode, replica_group.ranks if replica_group else 1, mp_policy)
     narrows = mode == "fully_shard" and any(form.reduce for form in wire_formats.values())
     on_node = node_size(ranks_per_node) if narrows or ranks_per_node is not None else 1
     nodes = node_groups(mesh.get_group(), on_node) if narrows else None
+    if shard_group is not None and replica_group is not None:
+        nodes = NodeGroups(*shard_group, *replica_group)
 
     sharded_model = ShardedModel(tuple((fqn, tuple(param.shape)) for fqn, param in params.items()))
     sharded: dict[int, tuple[nn.Parameter, ShardedParameter]] = {}
@@ -227,7 +230,6 @@ def simple_fsdp(
     if mesh.device_type == "cpu":
         for group in mesh.get_all_groups():
             run_in_order(group)
-    shard_group, replica_group = _groups(mode, mesh)
     for fqn, param in new.items():
         own = local_tensor(param)
         comm = Communication(
@@ -242,7 +244,7 @@ def simple_fsdp(
             device=mesh.device_type if offloads else None,
             pinned=pinned,
             is_exchanged=fqn in exchanged,
-            **_formats(wire_formats[fqn], param, mp_policy, nodes),
+            **_formats(wire_formats[fqn], param, mp_policy, nodes, mode == "hybrid_shard"),
         )
         samples[fqn] = sample(own, check_initial_weights)
         if isinstance(param, DTensor):
@@ -360,14 +362,27 @@ def _shard_modules(
 
 
 def _formats(
-    form: WireFormat, param: nn.Parameter, mp_policy: MixedPrecisionPolicy, nodes: NodeGroups | None
+    form: WireFormat,
+    param: nn.Parameter,
+    mp_policy: MixedPrecisionPolicy,
+    nodes: NodeGroups | None,
+    to_replicas: bool,
 ) -> dict[str, Any]:
-    """Return the fields of ``Communication`` for a wire format: none for what does not travel, or not narrower."""
+    """Return the fields of ``Communication`` for a wire format: none for what does not travel, or not narrower.
+
+    Args:
+        nodes: groups inside of nodes and between them, or of shards and of replicas; ``None``: of one node.
+        to_replicas: whether ``nodes`` are replicas.
+    """
     if param.ndim == 0:
         return {}
     narrow = (mp_policy.param_dtype or param.dtype).itemsize <= torch.bfloat16.itemsize
     gather = None if form.gather == "bf16" and narrow else form.gather
-    two_steps = TwoSteps(*nodes, form.between_nodes or form.reduce) if nodes and form.reduce else None
+    two_steps = None
+    if nodes is not None and form.reduce is not None:
+        between = form.between_nodes or form.reduce
+        if not to_replicas or sends_less_to_replicas(between, nodes.nodes, mp_policy.reduce_dtype):
+            two_steps = TwoSteps(*nodes, between, to_replicas)
     return {"gather_format": gather, "reduce_format": form.reduce, "two_steps": two_steps}
 
 

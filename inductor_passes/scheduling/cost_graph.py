@@ -29,8 +29,8 @@ class CollectiveKind(NamedTuple):
     issue_s_per_byte: float = 0.0
     """Compute time that is lost, besides, for each byte of the whole tensor, whatever runs meanwhile."""
     all_reduce_after: "CollectiveKind | None" = None
-    """The kind of the all-reduce that follows a reduce-scatter, or of the second of two all-to-alls, per byte of the
-    same tensor."""
+    """The kind of the all-reduce that follows a reduce-scatter, or of the second step of a reduction in a wire format,
+    per byte of the same tensor."""
     member_s: float | None = None
     """Seconds that each member of a group takes on the channel beyond the first; ``None``: nothing is grouped."""
     name: str = ""
@@ -39,6 +39,8 @@ class CollectiveKind(NamedTuple):
     """The wire format: members are encoded and decoded, one by one too; ``None``: they travel as they are."""
     wire: float = 1.0
     """Bytes on the wire for each byte of the whole tensor."""
+    received: int = 1
+    """Bytes that the second step of a reduction brings for each byte that a rank sends: one from each replica."""
     plain: "CollectiveKind | None" = None
     """The kind of the same collective without its wire format."""
     contention: float = 0.0

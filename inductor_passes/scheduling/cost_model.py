@@ -25,6 +25,7 @@ from inductor_passes.collectives import (
     EXCHANGED,
     REDUCE_SCATTER,
     Collective,
+    TwoSteps,
     before_cast_and_pad,
     gathers,
     is_deterministic,
@@ -413,12 +414,23 @@ class _Kinds(NamedTuple):
         if reduction.wire_format is None:
             return plain
         if (two_steps := reduction.two_steps) is not None:
-            second = self._kind("all_to_all", two_steps.between, two_steps.ranks, None, "")
-            # It needs the network cards that gathers over all nodes need too.
-            second = second._replace(channel=group, copy_s_per_byte=second.copy_s_per_byte / two_steps.ranks)
-            all_reduce = second.in_format(two_steps.between_format, reduction.input.meta["val"].dtype, second)
+            all_reduce = self._second_step(two_steps, group, reduction.input.meta["val"].dtype)
             group = two_steps.inside
         return _in_format(reduction, self._kind("all_to_all", group, 1, all_reduce, name), plain)
+
+    def _second_step(self, two_steps: TwoSteps, group: str, dtype: torch.dtype) -> CollectiveKind:
+        """Return the kind of the second step of a reduction over ``group``, for each byte of the whole gradient."""
+        copy = 2 * self.profile.memory_s(_COPIED) / _COPIED / two_steps.ranks
+        if two_steps.to_replicas:
+            # A byte of the gradient becomes ``nodes / ranks`` of what each replica then has.
+            second = self._kind("all_gather", two_steps.between, 1, None, "")
+            factor = two_steps.nodes / two_steps.ranks
+            per_byte = {name: getattr(second, name) * factor for name in ("s_per_byte", "issue_s_per_byte")}
+            second = second._replace(**per_byte, received=two_steps.nodes)
+        else:
+            # It needs the network cards that gathers over all nodes need too.
+            second = self._kind("all_to_all", two_steps.between, two_steps.ranks, None, "")._replace(channel=group)
+        return second._replace(copy_s_per_byte=copy).in_format(two_steps.between_format, dtype, second)
 
     def _kind(
         self, kind: str, group: str, parts: int, all_reduce_after: CollectiveKind | None, name: str

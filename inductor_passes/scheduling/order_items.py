@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, cast
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from inductor_passes.collectives import ALL_GATHER, ALL_GATHER_GROUP, BUCKET, FQNS, GROUPS, WAIT, received
+from inductor_passes.collectives import ALL_GATHER, ALL_GATHER_GROUP, BUCKET, FQNS, GROUPS, WAIT, gathers_sums, received
 from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SUMS
 from inductor_passes.ops.pack import PACK_GRADIENTS, UNPACK_WEIGHTS
 from inductor_passes.scheduling.issue_points import Bucket
@@ -84,7 +84,7 @@ def order_item(node: Node, plain: OrderItem, sources: Sequence[int]) -> OrderIte
     if node.target in GROUPS or collective.target is operator.getitem:
         return _item_of_group(node, plain, sources)
     item = plain._replace(fqns=fqns, bucket=collective.meta.get(BUCKET))
-    if collective.target is ALL_GATHER:
+    if collective.target is ALL_GATHER and not gathers_sums(collective):
         if node is collective:
             return item._replace(kind="gather")
         return item._replace(kind="gathered", weights=fqns if len(fqns) == 1 else ())

@@ -180,7 +180,7 @@ class Replay:
         """Await a reduction; issue and return the collective that follows, if there is one."""
         self._wait(span)
         if span.kind.wire_format is not None:
-            added_up = span.kind.sent(span.nbytes) * span.kind.copy_s_per_byte / 2  # and read
+            added_up = span.kind.received * span.kind.sent(span.nbytes) * span.kind.copy_s_per_byte / 2  # and read
             self._compute(added_up, span.kind.contention)
         if (following := span.kind.all_reduce_after) is not None:
             what, freed = "all-reduce", span.freed
@@ -188,7 +188,7 @@ class Replay:
                 what = "between nodes"
                 encoded = following.sent(span.nbytes) * following.copy_s_per_byte / 2
                 self._compute(encoded, following.contention)
-                freed = round(2 * following.sent(span.nbytes) * span.kind.shard)
+                freed = round((1 + following.received) * following.sent(span.nbytes) * span.kind.shard)
                 self._allocate(freed)
                 self.alive -= span.freed
             return self._issue(what, following, span.fqns, span.nbytes)._replace(freed=freed)

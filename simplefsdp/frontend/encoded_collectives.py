@@ -6,7 +6,7 @@ buckets.
     shard - encode - all_gather - wait - decode -> full weight
     full gradient - encode - all_to_all - wait - decode and sum -> reduced shard
 
-Over several nodes a gradient travels in two steps (``inductor_passes/ops/encode.py``).
+Over several nodes, and among replicas, a gradient travels in two steps (``inductor_passes/ops/encode.py``).
 """
 
 import threading
@@ -54,21 +54,26 @@ def all_gather(shard: Tensor, numel: int, ranks: int, group: str, wire_format: s
 
 
 def reduce_scatter(
-    rows: Tensor, operator: str, ranks: int, group: str, wire_format: str, two_steps: TwoSteps | None
+    rows: Tensor, divisor: float, ranks: int, group: str, wire_format: str, two_steps: TwoSteps | None
 ) -> Tensor:
-    """Return this rank's rows of the sum (``operator="sum"``) or mean (``"avg"``) of all ranks' ``rows``.
+    """Return this rank's rows of the sum of all ranks' ``rows`` over ``divisor``; with replicas, of the sum over these
+    too.
 
     The number of rows is divisible by ``ranks``, as for ``reduce_scatter_tensor``; the result has the dtype of
     ``rows``.
     """
     shape, numels = (rows.shape[0] // ranks, *rows.shape[1:]), [rows.numel() // ranks]
-    divisor = float(ranks) if operator == "avg" else 1.0
-    sent = ENCODE_GRADIENTS([rows], ranks, wire_format, rows.dtype, 1.0, two_steps.nodes if two_steps else 1)
+    sent = ENCODE_GRADIENTS([rows], ranks, wire_format, rows.dtype, 1.0, two_steps.parts if two_steps else 1)
     if two_steps is not None:
-        inside, among, group, nodes, between_format = two_steps
-        sent = ENCODE_SUMS(exchange(sent, among, inside), among, nodes, numels, wire_format, between_format)
-        wire_format, ranks = between_format, nodes
-    return DECODE_SUMS(exchange(sent, ranks, group), ranks, numels, wire_format, rows.dtype, divisor).view(shape)
+        received = exchange(sent, two_steps.ranks, two_steps.inside)
+        options = two_steps.ranks, two_steps.parts, numels, wire_format, two_steps.between_format
+        sent = ENCODE_SUMS(received, *options)
+        group, ranks, wire_format = two_steps.between, two_steps.nodes, two_steps.between_format
+    if two_steps is not None and two_steps.to_replicas:
+        received = _c10d.wait_tensor(_c10d.all_gather_into_tensor(sent, ranks, group))
+    else:
+        received = exchange(sent, ranks, group)
+    return DECODE_SUMS(received, ranks, numels, wire_format, rows.dtype, divisor).view(shape)
 
 
 def exchange(sent: Tensor, ranks: int, group: str) -> Tensor:

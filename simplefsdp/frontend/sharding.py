@@ -307,12 +307,16 @@ def reduce(grad: Tensor, comm: Communication, local: Tensor) -> Tensor:
     if 0 in comm.shape:
         return torch.zeros_like(local)
     rows, operators, postdivide = _rows(grad, comm, local)
-    for i, (group, operator) in enumerate(zip(comm.groups, operators, strict=True)):
-        if i or comm.dim is None:
+    steps = list(zip(comm.groups, operators, strict=True))
+    if comm.reduce_format is not None and comm.shard_group is not None and encodes_here():
+        encoded = len(steps) if comm.two_steps and comm.two_steps.to_replicas else 1
+        divisor = math.prod([float(group.ranks) for group, operator in steps[:encoded] if operator == "avg"])
+        wire = comm.reduce_format, comm.two_steps
+        rows = encoded_collectives.reduce_scatter(rows, divisor, *comm.shard_group[::-1], *wire)
+        steps = steps[encoded:]
+    for group, operator in steps:
+        if group is comm.replica_group or comm.dim is None:
             rows = _c10d.wait_tensor(_c10d.all_reduce(rows, operator, group.name))
-        elif comm.reduce_format is not None and encodes_here():
-            wire = comm.reduce_format, comm.two_steps
-            rows = encoded_collectives.reduce_scatter(rows, operator, *group[::-1], *wire)
         else:
             rows = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(rows, operator, group.ranks, group.name))
     return _gradient(rows, postdivide, comm, local)

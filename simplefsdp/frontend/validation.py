@@ -15,12 +15,12 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from inductor_passes.ops.wire_formats import DTYPES
+from inductor_passes.ops.wire_formats import DTYPES, REDUCE_FORMATS
 from inductor_passes.torch_compat.dtensor import concatenate_meshes
 from simplefsdp.frontend.embedding_lookup import LOOKUPS
 from simplefsdp.frontend.parametrization import ShardedModule
 from simplefsdp.frontend.sharding import ShardedModel
-from simplefsdp.frontend.wire_format import WireFormat
+from simplefsdp.frontend.wire_format import WireFormat, sends_less_to_replicas
 from simplefsdp.text.messages import fqn_range, unknown
 
 log = logging.getLogger("simplefsdp")
@@ -107,8 +107,14 @@ def check_embedding_lookup(embedding_lookup: object) -> None:
             raise ValueError("embedding_lookup: " + unknown("choice", str(choice), LOOKUPS))
 
 
-def check_wire_format(fqn: str, param: nn.Parameter, form: WireFormat, mode: str) -> None:
-    """Raise ``ValueError`` if the weight or the gradient of a parameter cannot travel in its format."""
+def check_wire_format(
+    fqn: str, param: nn.Parameter, form: WireFormat, mode: str, replicas: int, mp_policy: MixedPrecisionPolicy
+) -> None:
+    """Raise ``ValueError`` if the weight or the gradient of a parameter cannot travel in its format.
+
+    Args:
+        replicas: number of ranks that hold the same shard.
+    """
     asked = " and ".join(repr(name) for name in (form.gather, form.reduce, form.between_nodes) if name)
     if not asked:
         return
@@ -116,6 +122,13 @@ def check_wire_format(fqn: str, param: nn.Parameter, form: WireFormat, mode: str
         raise ValueError(f"wire: {fqn}: mode 'replicate' gathers and scatters nothing that {asked} could be for")
     if param.dtype not in DTYPES:
         raise ValueError(f"wire: {fqn}: a {param.dtype} parameter cannot travel as {asked}; {_ENCODABLE}")
+    dtype = mp_policy.reduce_dtype
+    if form.between_nodes and replicas > 1 and not sends_less_to_replicas(form.between_nodes, replicas, dtype):
+        less = [name for name in REDUCE_FORMATS if sends_less_to_replicas(name, replicas, dtype)]
+        raise ValueError(
+            f"wire: {fqn}: between_nodes={form.between_nodes!r} sends no less among {replicas} replicas than their "
+            f"all-reduce in {dtype or torch.float32}; what does: {', '.join(map(repr, less)) or 'no format'}"
+        )
 
 
 _ENCODABLE = "torch.float32, torch.bfloat16 and torch.float16 can; give the others WireFormat(), which changes nothing"

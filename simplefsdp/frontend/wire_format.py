@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from inductor_passes.ops.wire_formats import GATHER_FORMATS, REDUCE_FORMATS
+import torch
+
+from inductor_passes.ops.wire_formats import BLOCK, GATHER_FORMATS, REDUCE_FORMATS
 from simplefsdp.text.messages import unknown
 
 
@@ -20,10 +22,13 @@ class WireFormat:
             once: ``"bf16-fp32sum"``, ``"fp8"``, ``"int8"``, ``"int4"``, and the last three with ``"-hadamard"``: blocks
             are multiplied by a Hadamard matrix first, so that outliers spread.
         between_nodes: one of the formats of ``reduce``, in which sums over the ranks of a node travel to other nodes;
-            ``None``: as ``reduce``. Counts where parameters are fully sharded over several nodes of several ranks.
+            ``None``: as ``reduce``. Counts where parameters are fully sharded over several nodes of several ranks, and
+            in a hybrid mode, where each replica sends its sums to all others: with ``None`` the all-reduce stays as it
+            is where ``reduce`` would send no less.
 
     Raises:
-        ValueError: an unknown format, or one between nodes without one inside of them.
+        ValueError: an unknown format, or one between nodes without one inside of them; in ``simple_fsdp`` one that
+            sends no less among so many replicas than their all-reduce.
 
     Source: ZeRO++ (arXiv 2306.10013), sections 3.1 and 3.3; SDP4Bit (arXiv 2410.15526), section 3.2.
     """
@@ -42,3 +47,17 @@ class WireFormat:
                 raise ValueError(f"WireFormat: {option}: " + unknown("format", str(value), list(known)))
         if self.between_nodes is not None and self.reduce is None:
             raise ValueError(f"WireFormat: between_nodes: {self.between_nodes!r} needs a format of reduce, found None")
+
+
+def sends_less_to_replicas(wire_format: str, replicas: int, dtype: torch.dtype | None) -> bool:
+    """Return whether sums that each replica sends to all others are fewer bytes than in an all-reduce.
+
+    A ring brings each rank ``2 * (replicas - 1) / replicas`` times the bytes of the tensor, all others' sums are
+    ``replicas - 1`` encoded ones.
+
+    Args:
+        wire_format: one of the formats of ``WireFormat.reduce``.
+        dtype: of the all-reduce; ``None``: float32.
+    """
+    nbytes = REDUCE_FORMATS[wire_format].nbytes(BLOCK) / BLOCK
+    return replicas * nbytes < 2 * (dtype or torch.float32).itemsize

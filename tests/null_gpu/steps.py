@@ -120,10 +120,15 @@ WIRE_CASES: dict[str, Case] = {
         settings={"wire": WireFormat("int8", "int8", between_nodes="int4"), "ranks_per_node": 8},
         backend=GROUPING_NCCL,
     ),
+    "replicas": Case(
+        mesh={"replicate": 8, "shard": 8},
+        settings={"mode": "hybrid_shard", "wire": WireFormat("int8", "int8", between_nodes="int4")},
+    ),
 }
 """Cases in which weights and gradients travel in a wire format.
 
-The backend of the last one is not bound to a device when the groups of nodes are made; see ``new_groups_are_split``.
+The backend of ``"two-steps-unbound"`` is not bound to a device when the groups of nodes are made; see
+``new_groups_are_split``.
 """
 
 LOOKUP_CASES: dict[str, Case] = {

@@ -19,16 +19,28 @@ def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def encoded(step: Step, bucket: Bucket, wire_format: str) -> int:
     """Return the bytes of one rank's part of a bucket."""
-    return sum(FORMATS[wire_format].nbytes(math.prod(step.shapes[fqn]) // 64) for fqn in bucket.fqns)
+    ranks = step.case.mesh["shard"]
+    return sum(FORMATS[wire_format].nbytes(math.prod(step.shapes[fqn]) // ranks) for fqn in bucket.fqns)
+
+
+def on_node(step: Step) -> int:
+    """Return the number of ranks of the first step of a reduction."""
+    ranks: int = step.case.settings.get("ranks_per_node", step.case.mesh["shard"])
+    return ranks
 
 
 def test_weights_are_gathered_in_bytes_of_their_format(step: Step) -> None:
     (plan,) = step.plans
-    form = step.case.settings["wire"].gather
+    wire = step.case.settings["wire"]
     for events, buckets in ((step.forward, plan.forward), (step.backward, plan.backward)):
         found = [one.calls for one in communications(events) if one.calls[0].operation == "all_gather"]
-        assert all(len(calls) == 1 and (calls[0].dtype, calls[0].ranks) == ("uint8", 64) for calls in found)
-        assert [calls[0].elements for calls in found] == [encoded(step, bucket, form) for bucket in buckets]
+        assert all(len(calls) == 1 and calls[0].dtype == "uint8" for calls in found)
+        expected = [(step.case.mesh["shard"], encoded(step, bucket, wire.gather)) for bucket in buckets]
+        if "replicate" in step.case.mesh and events is step.backward:
+            sums = [(step.case.mesh["replicate"], encoded(step, one, wire.between_nodes)) for one in plan.reductions]
+            assert sorted((calls[0].ranks, calls[0].elements) for calls in found) == sorted([*expected, *sums])
+        else:
+            assert [(calls[0].ranks, calls[0].elements) for calls in found] == expected
 
 
 def exchanges(step: Step) -> list[Communication]:
@@ -38,13 +50,13 @@ def exchanges(step: Step) -> list[Communication]:
 def test_gradients_are_exchanged_once_over_all_ranks_or_inside_a_node_and_then_between(step: Step) -> None:
     """NCCL's all-to-all is a group: a message to each rank, and one from each."""
     (plan,) = step.plans
-    wire, on_node = step.case.settings["wire"], step.case.settings["ranks_per_node"]
+    wire, inside, ranks = step.case.settings["wire"], on_node(step), step.case.mesh["shard"]
     found = Counter((one.calls[0].ranks, one.calls[0].elements, len(one.calls)) for one in exchanges(step))
     expected: Counter[tuple[int, int, int]] = Counter()
     for bucket in plan.reductions:
-        expected[on_node, encoded(step, bucket, wire.reduce) * 64 // on_node, 2 * on_node] += 1
-        if on_node < 64:
-            expected[64 // on_node, encoded(step, bucket, wire.between_nodes), 2 * (64 // on_node)] += 1
+        expected[inside, encoded(step, bucket, wire.reduce) * ranks // inside, 2 * inside] += 1
+        if inside < ranks:
+            expected[ranks // inside, encoded(step, bucket, wire.between_nodes), 2 * (ranks // inside)] += 1
     assert found == expected
     for one in exchanges(step):
         assert {call.operation for call in one.calls} == {"send", "receive"}
@@ -74,7 +86,7 @@ def test_a_member_costs_one_kernel_each_way(step: Step) -> None:
     assert kernels(step.forward) == {"encode_kernel": members, "decode_kernel": members}
     (plan,) = step.plans
     again = sum(len(bucket.fqns) for bucket in plan.backward)
-    two_steps = {"encode_sum_kernel": members} if step.case.settings["ranks_per_node"] == 8 else {}
+    two_steps = {"encode_sum_kernel": members} if on_node(step) < 64 else {}
     assert kernels(step.backward) == {
         "encode_kernel": again + members,
         "decode_kernel": again,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
@@ -118,7 +119,6 @@ def test_gathers_and_reductions_of_both_halves() -> None:
 
 
 def test_an_all_reduce_behind_a_reduce_scatter_moves_one_part_of_it() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
 
     @dataclass(frozen=True)
     class OfTwo(Rates):
@@ -365,3 +365,22 @@ def test_two_steps_are_two_all_to_alls_the_second_of_the_sums_of_a_node() -> Non
     assert second.s_per_byte == pytest.approx(4 / 100 * (64 + 4) / 512 / 2)
     assert second.copy_s_per_byte == pytest.approx(2 / 1000 * (1 + (64 + 4) / 512) / 2 / 2)
     assert second.channel == one.channel != two.channel
+
+
+def test_in_hybrid_shard_the_second_step_brings_the_sums_of_each_replica() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    wire = WireFormat(reduce="int8", between_nodes="int4")
+    plain = cost_graphs(Gated(), torch.ones(4, 8), mesh=mesh)[1].reductions[0].kind
+    with mock.patch("simplefsdp.compile.passes.bucket"):
+        kind = cost_graphs(Gated(), torch.ones(4, 8), mesh=mesh, wire=wire)[1].reductions[0].kind
+    second = kind.all_reduce_after
+    assert second is not None
+    assert kind.wire_formats == ("int8", "int4")
+    assert kind.plain is not None
+    assert kind.plain._replace(name=plain.name) == plain
+    # Half of the gradient are this rank's sums, and the other replica's come beside them.
+    wire_int4 = (64 + 4) / 512
+    assert second.s_per_byte == pytest.approx(1 / 100 * wire_int4)
+    assert second.copy_s_per_byte == pytest.approx(2 / 1000 * (1 + wire_int4) / 2 / 2)
+    assert (second.received, kind.received) == (2, 1)
+    assert second.channel != kind.channel

@@ -368,3 +368,17 @@ def test_of_two_steps_the_second_is_issued_with_the_sums_of_the_first() -> None:
     # The gradient beside the buffer that is sent; buffers of 2 bytes each way and the shard; then, while sums are
     # encoded, also half a byte each way; the shard.
     assert timeline.memory == (10, 10 + 2, 5 + 1, 1)
+
+
+def test_sums_of_each_replica_are_received_and_added_up() -> None:
+    second = CollectiveKind("net", 1.0, 0.05, copy_s_per_byte=0.005, wire_format="int4", wire=0.4, received=3)
+    first = SLOW._replace(
+        s_per_byte=0.02, copy_s_per_byte=0.01, shard=0.5, wire_format="int8", wire=0.2, all_reduce_after=second
+    )
+    graph = backward(first)._replace(reductions=backward(first).reductions[:1])
+    timeline = replay(graph, Schedule((), (ScheduledBucket((0,), 1, 4, 2),)))
+    # Sums are encoded in 0.01 s; three times as many are read in 0.03 s.
+    assert timeline.spans[1].issued == pytest.approx(6.1 + 0.01 + 0.01)
+    assert timeline.seconds == pytest.approx(9.12 + 0.03)
+    # Two buffers of 2 bytes and the shard; then, beside them, 2 bytes sent and 6 received.
+    assert timeline.memory[2] == 5 + 2 + 6
