@@ -73,22 +73,25 @@ def _narrow() -> Scenario:
     return replace(SCENARIOS["bandwidth"], what="communication takes about twice as long as compute", network=narrow)
 
 
-def _nodes() -> Scenario:
-    hybrid = SCENARIOS["hybrid"]
+def _slow_between_nodes(slower: int, hybrid: bool, what: str) -> Scenario:
+    scenario = SCENARIOS["hybrid"]
     between = {
-        kind: replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / 8)
-        for kind, link in hybrid.network.between.items()
+        kind: replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / slower)
+        for kind, link in scenario.network.between.items()
     }
-    slow = replace(
-        hybrid.network, name="cpu-hybrid-slow", source="cpu-hybrid, an eighth between nodes", between=between
-    )
-    what = "fully sharded over 4 nodes of 4 ranks, communication between nodes takes longer than compute"
-    return replace(hybrid, what=what, network=slow, hybrid=False)
+    name, source = f"cpu-hybrid-slow-{slower}", f"cpu-hybrid, 1/{slower} of the bandwidth between nodes"
+    slow = replace(scenario.network, name=name, source=source, between=between)
+    return replace(scenario, what=f"{what} takes longer than compute", network=slow, hybrid=hybrid)
+
+
+def _nodes() -> Scenario:
+    what = "fully sharded over 4 nodes of 4 ranks, communication between nodes"
+    return _slow_between_nodes(8, hybrid=False, what=what)
 
 
 def _replicas() -> Scenario:
-    what = "sharded inside of 4 nodes of 4 ranks, the all-reduce between nodes takes longer than compute"
-    return replace(_nodes(), what=what, hybrid=True)
+    what = "sharded inside of 4 nodes of 4 ranks, the all-reduce between nodes"
+    return _slow_between_nodes(32, hybrid=True, what=what)
 
 
 def scenarios() -> Mapping[str, Scenario]:

@@ -94,7 +94,15 @@ inline float from_fp8(uint8_t q) {
   return float_of(magnitude | (uint32_t(q & 0x80u) << 24));
 }
 
-inline float quantize(float* x, int64_t kind, uint8_t* q) {
+// A number of [0, 1) that is a hash of the bits of a value, of its place in its block and of the block's scale.
+inline float uniform(float x, uint32_t scale, uint32_t place) {
+  uint32_t h = bits_of(x) * 0x9E3779B1u + scale * 0x85EBCA77u + place * 0xC2B2AE3Du;
+  h = (h ^ (h >> 16)) * 0x85EBCA6Bu;
+  h = (h ^ (h >> 13)) * 0xC2B2AE35u;
+  return float(int32_t((h ^ (h >> 16)) >> 8)) * 5.9604644775390625e-08f;
+}
+
+inline float quantize(float* x, int64_t kind, bool stochastic, uint8_t* q) {
   const float largest = kind == kFp8 ? 448.0f : kind == kInt8 ? 127.0f : 7.0f;
   const float part = kind == kFp8 ? 1 / 448.0 : kind == kInt8 ? 1 / 127.0 : 1 / 7.0;
   uint32_t most = 0;  // as an integer a NaN is larger than an Inf, and that is larger than any number
@@ -112,8 +120,17 @@ inline float quantize(float* x, int64_t kind, uint8_t* q) {
     for (int64_t i = 0; i < kBlock; ++i) q[i] = to_fp8(x[i]);
     return scale;
   }
-  int32_t rounded[kBlock];  // adding and taking away 1.5 x 2^23 rounds to the nearest integer, ties to even
-  for (int64_t i = 0; i < kBlock; ++i) rounded[i] = int32_t(bits_of(x[i] + 12582912.0f) - bits_of(12582912.0f));
+  int32_t rounded[kBlock];
+  if (stochastic) {
+    const int32_t most_of_all = int32_t(largest);
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const float y = x[i] + uniform(x[i], bits_of(scale), uint32_t(i));
+      const int32_t cut = int32_t(y), below = cut - (y < float(cut) ? 1 : 0);
+      rounded[i] = below > most_of_all ? most_of_all : below;
+    }
+  } else {  // adding and taking away 1.5 x 2^23 rounds to the nearest integer, ties to even
+    for (int64_t i = 0; i < kBlock; ++i) rounded[i] = int32_t(bits_of(x[i] + 12582912.0f) - bits_of(12582912.0f));
+  }
   if (kind == kInt8) {
     for (int64_t i = 0; i < kBlock; ++i) q[i] = uint8_t(rounded[i]);
   } else {
@@ -143,7 +160,7 @@ inline int64_t fewer(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Values are rows of numel neighbours, one row behind the other; encoded rows are row_bytes apart.
 extern "C" void encode(const void* values, int64_t dtype, int64_t rows, int64_t numel, uint8_t* out, int64_t row_bytes,
-                       int64_t kind, int64_t rotates) {
+                       int64_t kind, int64_t rotates, int64_t stochastic) {
   const int64_t blocks = (numel + kBlock - 1) / kBlock, size = bytes_of_block(kind);
   for (int64_t row = 0; row < rows; ++row) {
     uint8_t* q = out + row * row_bytes;
@@ -151,7 +168,7 @@ extern "C" void encode(const void* values, int64_t dtype, int64_t rows, int64_t 
       float x[kBlock];
       load(values, dtype, row * numel + block * kBlock, fewer(kBlock, numel - block * kBlock), x);
       if (rotates) rotate(x);
-      const float scale = quantize(x, kind, q + block * size);
+      const float scale = quantize(x, kind, stochastic, q + block * size);
       std::memcpy(q + blocks * size + 4 * block, &scale, 4);
     }
   }

@@ -11,7 +11,12 @@ all of it is decoded as Inf or NaN, and never as a number. A format that rotates
 Hadamard matrix of order 128 first, which spreads an outlier over its block; sums are taken of rotated values and
 rotated back once (SDP4Bit, arXiv 2410.15526).
 
-Values are rounded to the nearest. On a GPU each way is one kernel (``wire_formats_triton.py``). On a CPU large tensors
+Values are rounded to the nearest. A stochastic format rounds a value up with a probability of its distance from the
+number below, so that the expected result is the value and errors of many gradients cancel. Its random numbers are a
+hash of the bits of the scaled value, of its place in the block and of the scale: the same values are rounded alike on
+every rank and in every run, and no generator has a state.
+
+On a GPU each way is one kernel (``wire_formats_triton.py``). On a CPU large tensors
 go through ``wire_formats.cpp``, one pass over the bytes. Both have the bits of the functions here.
 """
 
@@ -33,6 +38,7 @@ BLOCK = 128
 _COMPILED_FROM = 1 << 13
 """Number of values from which C++ is used on a CPU: compiling it takes seconds, once."""
 _SMALLEST = torch.finfo(torch.float32).tiny
+_MASK = 0xFFFFFFFF
 
 
 class Encoding(NamedTuple):
@@ -44,6 +50,8 @@ class Encoding(NamedTuple):
     """Magnitude that the largest value of a block is scaled to; ``None``: values are not scaled."""
     rotates: bool = False
     """Whether blocks are rotated before they are quantised."""
+    is_stochastic: bool = False
+    """Whether values are rounded stochastically."""
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of ``numel`` encoded values, a multiple of 4."""
@@ -56,10 +64,18 @@ _QUANTIZED = {"fp8": Encoding(8, 448.0), "int8": Encoding(8, 127.0), "int4": Enc
 _BF16 = Encoding(16, None)
 GATHER_FORMATS = {"bf16": _BF16, "fp8": _QUANTIZED["fp8"], "int8": _QUANTIZED["int8"]}
 """Formats of weights, by name, the least harmful first."""
-REDUCE_FORMATS = {
-    "bf16-fp32sum": _BF16,
+_TO_NEAREST = {
     **_QUANTIZED,
     **{f"{name}-hadamard": each._replace(rotates=True) for name, each in _QUANTIZED.items()},
+}
+REDUCE_FORMATS = {
+    "bf16-fp32sum": _BF16,
+    **_TO_NEAREST,
+    **{
+        f"{name}-stochastic": each._replace(is_stochastic=True)
+        for name, each in _TO_NEAREST.items()
+        if name.startswith("int")
+    },
 }
 """Formats of gradients, by name. Ranks exchange encoded parts and add up what they get in float32, so that each
 gradient is rounded once, however many ranks there are."""
@@ -73,7 +89,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def milder(wire_format: str, bits: int, formats: Mapping[str, Encoding]) -> str:
     """Return the format of ``bits`` bits that takes the place of one with fewer; one with as many stays as it is.
 
-    Of two formats of 8 bits the integers are nearer to gradients and weights. What rotates gives way to what does.
+    Of two formats of 8 bits the integers are nearer to gradients and weights. What rotates, or rounds stochastically,
+    gives way to what does.
 
     Args:
         formats: ``GATHER_FORMATS`` or ``REDUCE_FORMATS``.
@@ -81,8 +98,8 @@ def milder(wire_format: str, bits: int, formats: Mapping[str, Encoding]) -> str:
     given = formats[wire_format]
     if given.bits >= bits:
         return wire_format
-    rotates = given.rotates and bits < _BF16.bits
-    return [name for name, each in formats.items() if (each.bits, each.rotates) == (bits, rotates)][-1]
+    properties = (bits, given.rotates, given.is_stochastic) if bits < _BF16.bits else (bits, False, False)
+    return [name for name, each in formats.items() if (each.bits, each.rotates, each.is_stochastic) == properties][-1]
 
 
 def blocks(numel: int) -> int:
@@ -118,7 +135,7 @@ def encode(
     if _in_cpp(values):
         for place in _places(values.shape[:-2]):
             memory, into = _memory(values[place]), out[place]
-            _cpp().encode(*memory, len(into), numel, into.data_ptr(), into.stride(0), KIND[encoding], encoding.rotates)
+            _cpp().encode(*memory, len(into), numel, into.data_ptr(), into.stride(0), *form_of(encoding))
         return
     quantized, scales = _parts(out, encoding)
     scales.copy_(quantize(functional.pad(values, (0, -numel % BLOCK)).unflatten(-1, (-1, BLOCK)), quantized, encoding))
@@ -128,11 +145,11 @@ def decode(rows: Tensor, out: Tensor, encoding: Encoding) -> None:
     """Decode each row of bytes into a row of ``out``, (rows, numel), contiguous, in the dtype of ``out``."""
     numel = out.shape[1]
     if _in_triton(out):
-        _triton().decode(rows, out, form_of(encoding))
+        _triton().decode(rows, out, form_of(encoding).kind)
     elif encoding.largest is None:
         out.copy_(rows.view(torch.bfloat16)[:, :numel])
     elif _in_cpp(out):
-        _cpp().decode(rows.data_ptr(), rows.stride(0), len(rows), numel, *_memory(out), KIND[encoding])
+        _cpp().decode(rows.data_ptr(), rows.stride(0), len(rows), numel, *_memory(out), form_of(encoding).kind)
     else:
         out.copy_(_values(*_parts(rows, encoding), encoding).flatten(1)[:, :numel])
 
@@ -148,8 +165,8 @@ def decode_sum(rows: Tensor, out: Tensor, encoding: Encoding, divisor: float) ->
     elif encoding.largest is None:
         out.copy_(_over(_added(row[:numel].float() for row in rows.view(torch.bfloat16)), divisor))
     elif _in_cpp(out):
-        kind, ranks = KIND[encoding], len(rows)
-        _cpp().decode_sum(rows.data_ptr(), rows.stride(0), ranks, numel, *_memory(out), kind, encoding.rotates, divisor)
+        form = form_of(encoding)[:2]
+        _cpp().decode_sum(rows.data_ptr(), rows.stride(0), len(rows), numel, *_memory(out), *form, divisor)
     else:
         total = _over(_added(_values(*_parts(rows, encoding), encoding)), divisor)
         out.copy_((_rotated(total) if encoding.rotates else total).view(-1)[:numel])
@@ -187,14 +204,35 @@ def quantize(values: Tensor, quantized: Tensor, encoding: Encoding) -> Tensor:
     # Where the scale is too small to have an inverse all values are, too.
     inverse = torch.where(scale < _SMALLEST, 0.0, 1 / scale)
     x = (x * inverse.unsqueeze(-1)).clamp(-encoding.largest, encoding.largest)
-    if encoding.bits == 4:
-        x = x.round().to(torch.int8).add(8).view(torch.uint8)
-        quantized.copy_(x[..., : BLOCK // 2] | (x[..., BLOCK // 2 :] << 4))
-    elif encoding.largest == _QUANTIZED["fp8"].largest:
+    if encoding.largest == _QUANTIZED["fp8"].largest:
         quantized.copy_(x.to(torch.float8_e4m3fn).view(torch.uint8))
+        return scale
+    if encoding.is_stochastic:
+        # Adding a number just below one may round up to the next integer.
+        x = (x + _uniform(x, scale.unsqueeze(-1))).floor().clamp(max=encoding.largest)
+    x = x.round().to(torch.int8)
+    if encoding.bits == 4:
+        x = x.add(8).view(torch.uint8)
+        quantized.copy_(x[..., : BLOCK // 2] | (x[..., BLOCK // 2 :] << 4))
     else:
-        quantized.copy_(x.round().to(torch.int8).view(torch.uint8))
+        quantized.copy_(x.view(torch.uint8))
     return scale
+
+
+def _uniform(x: Tensor, scale: Tensor) -> Tensor:
+    """Return a number of [0, 1) for each value of the blocks ``x``, (..., 128): a hash of its bits, place and scale.
+
+    Source: the finaliser of MurmurHash3, 32 bits; the multipliers before it are those of xxHash.
+    """
+
+    def bits(x: Tensor) -> Tensor:
+        return x.contiguous().view(torch.int32).to(torch.int64) & _MASK
+
+    place = torch.arange(BLOCK, device=x.device)
+    h = (bits(x) * 0x9E3779B1 + bits(scale) * 0x85EBCA77 + place * 0xC2B2AE3D) & _MASK
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = ((h ^ (h >> shift)) * factor) & _MASK
+    return ((h ^ (h >> 16)) >> 8).to(torch.float32) * 2.0**-24
 
 
 def _added(terms: Iterable[Tensor]) -> Tensor:
@@ -242,17 +280,20 @@ def _rotated(x: Tensor) -> Tensor:
     return x * BLOCK**-0.5
 
 
-KIND = {
-    _QUANTIZED[name]._replace(rotates=rotates): kind
-    for kind, name in enumerate(("int8", "int4", "fp8"))
-    for rotates in (False, True)
-}
-"""Numbers of the formats in C++ and Triton."""
+class Form(NamedTuple):
+    """An encoding, as kernels in C++ and Triton know it."""
+
+    kind: int
+    """Number of the numbers that values become: int8, int4, float8, bfloat16."""
+    rotates: bool
+    is_stochastic: bool
 
 
-def form_of(encoding: Encoding) -> tuple[int, bool]:
-    """Return the kind of an encoding, and whether it rotates, as kernels of Triton know them."""
-    return KIND.get(encoding, len(_QUANTIZED)), encoding.rotates
+_LARGEST = [_QUANTIZED[name].largest for name in ("int8", "int4", "fp8")] + [None]
+
+
+def form_of(encoding: Encoding) -> Form:
+    return Form(_LARGEST.index(encoding.largest), encoding.rotates, encoding.is_stochastic)
 
 
 def _in_cpp(values: Tensor) -> bool:
@@ -281,7 +322,7 @@ def _cpp() -> ctypes.CDLL:
     """Return the functions of ``wire_formats.cpp``, compiled as TorchInductor's own kernels are."""
     library = load_cpp(Path(__file__).with_suffix(".cpp").read_text(), vectorized=True)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.encode.argtypes = [pointer, number, number, number, pointer, number, number, number]
+    library.encode.argtypes = [pointer, number, number, number, pointer, *[number] * 4]
     library.decode.argtypes = [pointer, number, number, number, pointer, number, number]
     library.decode_sum.argtypes = [pointer, *[number] * 3, pointer, *[number] * 3, ctypes.c_float]
     return library

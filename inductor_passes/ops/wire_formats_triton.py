@@ -30,7 +30,18 @@ def _rotated(x, blocks: tl.constexpr):
 
 
 @triton.jit
-def _words(x, blocks: tl.constexpr, kind: tl.constexpr):
+def _uniform(x, scale):
+    """Return numbers of [0, 1) that are hashes of the bits of values, of their places in their blocks and of scales."""
+    place = tl.arange(0, 128).to(tl.uint32)[None, :]
+    of_scale = scale.to(tl.uint32, bitcast=True)[:, None]
+    h = x.to(tl.uint32, bitcast=True) * 0x9E3779B1 + of_scale * 0x85EBCA77 + place * 0xC2B2AE3D
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return ((h ^ (h >> 16)) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def _words(x, blocks: tl.constexpr, kind: tl.constexpr, stochastic: tl.constexpr):
     """Return the words of quantised blocks, and their scales."""
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     # As an integer a NaN is larger than an Inf, and that is larger than any number.
@@ -50,6 +61,10 @@ def _words(x, blocks: tl.constexpr, kind: tl.constexpr):
         normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
         code = tl.where(magnitude < 0x3C800000, small, normal)
         code = tl.where(magnitude > 0x7F800000, 0x7F, code) | ((bits >> 24) & 0x80)
+    elif stochastic:
+        x += _uniform(x, scale)
+        code = x.to(tl.int32)
+        code = tl.minimum(code - (x < code.to(tl.float32)).to(tl.int32), 127 if kind == _INT8 else 7)
     else:
         # Adding and taking away 1.5 x 2^23 rounds to the nearest integer, ties to even.
         code = (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
@@ -102,14 +117,14 @@ def _read(row, first, numel, blocks: tl.constexpr, kind: tl.constexpr):
 
 
 @triton.jit
-def _write(x, row, first, numel, blocks: tl.constexpr, kind: tl.constexpr):
+def _write(x, row, first, numel, blocks: tl.constexpr, kind: tl.constexpr, stochastic: tl.constexpr):
     """Encode some blocks of a row of ``numel`` values."""
     if kind == _BF16:
         place = _places(first, blocks)
         tl.store(row.to(tl.pointer_type(tl.bfloat16)) + place, x.to(tl.bfloat16), place < numel)
     else:
         size: tl.constexpr = 16 if kind == _INT4 else 32
-        words, scale = _words(x, blocks, kind)
+        words, scale = _words(x, blocks, kind, stochastic)
         block, count = first + tl.arange(0, blocks), tl.cdiv(numel, _BLOCK)
         exists = block < count
         tl.store(row + block[:, None] * size + tl.arange(0, size)[None, :], words, exists[:, None])
@@ -138,7 +153,8 @@ def _sum(sent, first, numel, ranks, stride, blocks: tl.constexpr, kind: tl.const
 @triton.jit(do_not_specialize=["per", "outer", "inner", "divisor"])
 def encode_kernel(
     values, out, total, numel, per, outer, inner, divisor,
-    divides: tl.constexpr, dtype: tl.constexpr, kind: tl.constexpr, rotates: tl.constexpr, blocks: tl.constexpr,
+    divides: tl.constexpr, dtype: tl.constexpr, kind: tl.constexpr, rotates: tl.constexpr, stochastic: tl.constexpr,
+    blocks: tl.constexpr,
 ):  # fmt: skip
     """Encode row ``tl.program_id(1)`` of ``values``, which are zero behind the first ``total``.
 
@@ -152,7 +168,7 @@ def encode_kernel(
         x = _rounded(_divided(x, divisor), dtype)
     if rotates:
         x = _rotated(x, blocks)
-    _write(x, out + row // per * outer + row % per * inner, first, numel, blocks, kind)
+    _write(x, out + row // per * outer + row % per * inner, first, numel, blocks, kind, stochastic)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -183,7 +199,8 @@ def decode_sum_kernel(
 @triton.jit(do_not_specialize=["ranks", "stride", "apart", "apart_out"])
 def encode_sum_kernel(
     sent, out, numel, ranks, stride, apart, apart_out,
-    kind: tl.constexpr, rotates: tl.constexpr, into: tl.constexpr, into_rotates: tl.constexpr, blocks: tl.constexpr,
+    kind: tl.constexpr, rotates: tl.constexpr, into: tl.constexpr, into_rotates: tl.constexpr,
+    stochastic: tl.constexpr, blocks: tl.constexpr,
 ):  # fmt: skip
     """Encode sums over the ranks again, of row ``tl.program_id(1)`` of those that are ``apart`` words apart in what one
     rank sent, and ``apart_out`` words in the result. They stay rotated where both formats rotate."""
@@ -193,11 +210,11 @@ def encode_sum_kernel(
         x = tl.where(_places(first, blocks) < numel, _rotated(x, blocks), 0.0)
     if into_rotates and not rotates:
         x = _rotated(x, blocks)
-    _write(x, out + row * apart_out, first, numel, blocks, into)
+    _write(x, out + row * apart_out, first, numel, blocks, into, stochastic)
 
 
-Form = tuple[int, bool]
-"""A kind of encoding, and whether it rotates: ``wire_formats.form_of``."""
+Form = tuple[int, bool, bool]
+"""A kind of encoding, whether it rotates, and whether it rounds stochastically: ``wire_formats.Form``."""
 
 
 def encode(values: Tensor, out: Tensor, numel: int, form: Form, dtype: torch.dtype, divisor: float) -> None:
@@ -211,10 +228,10 @@ def encode(values: Tensor, out: Tensor, numel: int, form: Form, dtype: torch.dty
     )  # fmt: skip
 
 
-def decode(rows: Tensor, out: Tensor, form: Form) -> None:
+def decode(rows: Tensor, out: Tensor, kind: int) -> None:
     """Do ``wire_formats.decode``."""
     words = _as_words(rows)
-    _launch(decode_kernel, out.shape[1], len(out), words, out, out.shape[1], words.stride(0), form[0])
+    _launch(decode_kernel, out.shape[1], len(out), words, out, out.shape[1], words.stride(0), kind)
 
 
 def decode_sum(rows: Tensor, out: Tensor, form: Form, divisor: float) -> None:
@@ -222,7 +239,7 @@ def decode_sum(rows: Tensor, out: Tensor, form: Form, divisor: float) -> None:
     words = _as_words(rows)
     _launch(
         decode_sum_kernel, out.numel(), 1, words, out, out.numel(), len(words), words.stride(0), divisor, divisor != 1,
-        *form,
+        *form[:2],
     )  # fmt: skip
 
 
@@ -231,7 +248,7 @@ def encode_sum(rows: Tensor, out: Tensor, numel: int, form: Form, into: Form) ->
     words, words_out = _as_words(rows), _as_words(out)
     _launch(
         encode_sum_kernel, numel, len(out), words, words_out, numel, len(words), words.stride(0), words.stride(1),
-        words_out.stride(0), *form, *into,
+        words_out.stride(0), *form[:2], *into,
     )  # fmt: skip
 
 

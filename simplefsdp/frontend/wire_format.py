@@ -20,7 +20,9 @@ class WireFormat:
         reduce: ``None``: a reduce-scatter in the dtype of the reduction, which rounds at every rank on the way. Others
             are an all-to-all and a sum in float32 on the rank that owns the gradient, so that a gradient is rounded
             once: ``"bf16-fp32sum"``, ``"fp8"``, ``"int8"``, ``"int4"``, and the last three with ``"-hadamard"``: blocks
-            are multiplied by a Hadamard matrix first, so that outliers spread.
+            are multiplied by a Hadamard matrix first, so that outliers spread. Those of integers may also end with
+            ``"-stochastic"``, as ``"int4-hadamard-stochastic"``: values are rounded up or down at random, so that they
+            are right on average.
         between_nodes: one of the formats of ``reduce``, in which sums over the ranks of a node travel to other nodes;
             ``None``: as ``reduce``. Counts where parameters are fully sharded over several nodes of several ranks, and
             in a hybrid mode, where each replica sends its sums to all others: with ``None`` the all-reduce stays as it

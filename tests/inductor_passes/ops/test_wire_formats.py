@@ -78,9 +78,10 @@ def test_a_value_is_off_by_at_most_half_a_step_of_its_block(name, rows, numel, e
         return
     largest = blocks(exact).abs().amax(-1, keepdim=True)
     error = blocks(found - exact).abs()
-    base = name.removesuffix("-hadamard")
+    base = name.removesuffix("-stochastic").removesuffix("-hadamard")
+    error = error / 2 if FORMATS[name].is_stochastic else error  # to either neighbour
     if FORMATS[name].rotates:  # the largest rotated value is at most sqrt(128) times the largest, and so is the error
-        assert (blocks(found - exact).norm(dim=-1) <= STEP[base] * BLOCK * 1.01 * largest.squeeze(-1)).all()
+        assert (error.norm(dim=-1) <= STEP[base] * BLOCK * 1.01 * largest.squeeze(-1)).all()
     elif base == "fp8":
         smallest = largest / 448 * 2**-9  # of float8 e4m3, below which steps do not shrink
         assert (error <= STEP[base] * blocks(exact).abs() * 1.001 + smallest).all()
@@ -157,6 +158,33 @@ def test_rotation_halves_the_error_of_heavy_tails(name):
     assert rotated < plain / 2
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].is_stochastic])
+def test_what_is_rounded_stochastically_is_right_on_average(name):
+    """Errors of many sums have no mean, while those of rounding to the nearest add up where values stay the same."""
+    generator = torch.Generator().manual_seed(0)
+    base = torch.rand(64 * BLOCK, generator=generator)
+    values = base + 1e-4 * torch.randn(400, len(base), generator=generator)  # gradients of a step after another
+    errors = {one: sent(values, one) - values for one in (name, name.removesuffix("-stochastic"))}
+    stochastic, to_nearest = (error.mean(0).norm() / error.norm(dim=1).mean() for error in errors.values())
+    assert stochastic < 1.2 / 400**0.5  # as the mean of independent errors
+    assert to_nearest > 5 * stochastic
+    # A value is rounded up as often as it is far from the number below.
+    mean = errors[name].mean()
+    assert mean.abs() < 4 * errors[name].std() / errors[name].numel() ** 0.5
+
+
+def test_the_same_values_are_rounded_alike():
+    values = torch.randn(2, 3 * BLOCK, generator=torch.Generator().manual_seed(0))
+    values[1] = values[0]
+    first, second = sent(values, "int4-stochastic")
+    assert torch.equal(first, second)
+    # The same value at two places of a block, or in two blocks of other scales, is not.
+    equal = torch.full((1, 8 * BLOCK), 0.4)
+    equal[0, ::BLOCK] = torch.arange(1.0, 9.0)
+    found = sent(equal, "int4-stochastic")[0].unflatten(0, (8, BLOCK))[:, 1:]
+    assert all(len(each.unique()) > 1 for each in found[:4])
+
+
 @pytest.mark.parametrize("ranks", [2, 8, 20])
 def test_a_sum_in_bf16_fp32sum_has_the_error_of_one_rounding(ranks):
     generator = torch.Generator().manual_seed(0)
@@ -179,7 +207,11 @@ def test_formats_of_gathers_and_reductions_come_by_harm():
     assert errors == sorted(errors)
     errors = [relative(summed(values, name), values.sum(0)) for name in ("bf16-fp32sum", "int8", "int4")]
     assert errors == sorted(errors)
-    assert set(REDUCE_FORMATS) - set(GATHER_FORMATS) == {"bf16-fp32sum", "int4", *(n for n in FORMATS if "-h" in n)}
+    assert set(REDUCE_FORMATS) - set(GATHER_FORMATS) == {
+        "bf16-fp32sum",
+        "int4",
+        *(name for name in FORMATS if "-hadamard" in name or "-stochastic" in name),
+    }
 
 
 def test_a_milder_format_has_more_bits_and_rotates_as_before():
@@ -187,6 +219,15 @@ def test_a_milder_format_has_more_bits_and_rotates_as_before():
         "bf16-fp32sum",
         "int8-hadamard",
         "int4-hadamard",
+    ]
+    assert [milder("int4-hadamard-stochastic", bits, REDUCE_FORMATS) for bits in LEVELS] == [
+        "bf16-fp32sum",
+        "int8-hadamard-stochastic",
+        "int4-hadamard-stochastic",
+    ]
+    assert [milder("int4-stochastic", bits, REDUCE_FORMATS) for bits in LEVELS[1:]] == [
+        "int8-stochastic",
+        "int4-stochastic",
     ]
     assert [milder("int4", bits, REDUCE_FORMATS) for bits in LEVELS] == ["bf16-fp32sum", "int8", "int4"]
     assert [milder("fp8", bits, GATHER_FORMATS) for bits in LEVELS] == ["bf16", "fp8", "fp8"]

@@ -21,7 +21,9 @@ def test_triton_interprets_them_with_the_bits_of_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("name", ["bf16", "fp8", "int8-hadamard", "int4", "int4-hadamard"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "fp8", "int8-hadamard", "int4", "int8-stochastic", "int4-hadamard-stochastic"]
+)
 def test_they_are_built_for_every_gpu_without_spilling_and_with_wide_loads(
     name: str, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -31,13 +33,16 @@ def test_they_are_built_for_every_gpu_without_spilling_and_with_wide_loads(
     from inductor_passes.ops import wire_formats_triton as kernels
     from inductor_passes.ops.wire_formats import FORMATS, form_of
 
-    kind, rotates = form_of(FORMATS[name])
-    into = {"into": form_of(FORMATS["int8"])[0], "into_rotates": not rotates}
+    kind, rotates, stochastic = form_of(FORMATS[name])
+    into = {"into": form_of(FORMATS["int8"]).kind, "into_rotates": not rotates, "stochastic": stochastic}
     divides = {"divides": True}
     placed = dict.fromkeys(["total", "per", "outer", "inner"], "i32")
     summed = dict.fromkeys(["ranks", "stride"], "i32")
     asked = {
-        "encode": ({"values": "*fp32", "out": "*i32", **placed, "divisor": "fp32"}, {**divides, "dtype": tl.bfloat16}),
+        "encode": (
+            {"values": "*fp32", "out": "*i32", **placed, "divisor": "fp32"},
+            {**divides, "dtype": tl.bfloat16, "stochastic": stochastic},
+        ),
         "decode_sum": ({"sent": "*i32", "out": "*fp32", **summed, "divisor": "fp32"}, divides),
         "encode_sum": ({"sent": "*i32", "out": "*i32", **summed, "apart": "i32", "apart_out": "i32"}, into),
     }

@@ -21,7 +21,7 @@ from tests.ranks import Ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FORMATS: dict[str, Any] = {
-    "none": WireFormat(reduce="int8-hadamard"),
+    "none": WireFormat(reduce="int8-hadamard-stochastic"),
     "block": WireFormat("int8", "int8", between_nodes="int4"),
     "auto": {"*": WireFormat(reduce="bf16-fp32sum"), "*norm*": WireFormat(reduce="int8", between_nodes="int4")},
 }
@@ -139,7 +139,7 @@ def test_a_format_that_sends_no_less_to_replicas_is_refused_or_left_out() -> Non
         )
     assert str(raised.value) == (
         "wire: weight: between_nodes='bf16-fp32sum' sends no less among 4 replicas than their all-reduce in "
-        "torch.bfloat16; what does: 'int4', 'int4-hadamard'"
+        "torch.bfloat16; what does: 'int4', 'int4-hadamard', 'int4-stochastic', 'int4-hadamard-stochastic'"
     )
     model = simple_fsdp(nn.Linear(8, 8), _mesh(4), mp_policy=policy, wire=WireFormat(reduce="int8"))
     assert model.weight.simple_fsdp_info.communication.two_steps is None
