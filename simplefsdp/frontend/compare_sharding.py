@@ -74,6 +74,7 @@ def _described(communication: Communication) -> str:
     found = communication._asdict()
     for name in ("shard_group", "replica_group", "two_steps", "pinned"):
         del found[name]
+    found["between_nodes"] = communication.two_steps and communication.two_steps.between_format
     return ", ".join(f"{name}={value}" for name, value in found.items() if value is not None)
 
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from inductor_passes.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, gathers, gathers_sums, reductions
 from inductor_passes.ops.encode import DECODE_SUMS, ENCODE_GRADIENTS, ENCODE_SUMS
+from inductor_passes.runtime.agreement import forget_failures
 from inductor_passes.torch_compat.distributed import group_ranks
 from simplefsdp import WireFormat, simple_fsdp
 from simplefsdp.frontend.wire_format import sends_less_to_replicas
@@ -112,6 +113,32 @@ def test_a_bucket_is_exchanged_among_shards_and_gathered_from_replicas() -> None
     for reduction in reductions(graph):
         assert len(reduction.steps) == 2
         assert reduction.steps[1] in gathered
+
+
+def test_ranks_with_other_formats_between_nodes_are_told_before_they_exchange(four_ranks: Ranks) -> None:
+    four_ranks.run(_told)
+
+
+def _told() -> None:
+    wire = WireFormat(reduce="int8", between_nodes="int4" if dist.get_rank() == 2 else "int8")
+    for options in ({"mesh": _mesh()}, {"ranks_per_node": 2}):
+        torch.manual_seed(0)
+        model = simple_fsdp(nn.Linear(8, 8), wire=wire, **options)
+        with pytest.raises(RuntimeError, match=r"sharded different models(.|\n)*between_nodes=int4"):
+            model(torch.ones(2, 8))
+        dist.barrier()
+        forget_failures()
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("one_of_four")
+@pytest.mark.parametrize(("factor", "divisor"), [(2.0, 2.0), (3.0, 1.0), (None, 4.0)])
+def test_sums_are_divided_by_what_the_collectives_would_have_divided_by(factor: float | None, divisor: float) -> None:
+    model = simple_fsdp(
+        tiny_llama(), _mesh(), gradient_divide_factor=factor, wire=WireFormat(reduce="int8", between_nodes="int4")
+    )
+    decoded = nodes(capture(model, batch(0, 0)[0], plan="block").backward, DECODE_SUMS)
+    assert {node.args[5] for node in decoded} == {divisor}
 
 
 def test_what_sends_fewer_bytes_depends_on_replicas_and_the_dtype_of_the_reduction() -> None:
