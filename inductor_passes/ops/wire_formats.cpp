@@ -17,6 +17,11 @@ enum Kind { kInt8 = 0, kInt4 = 1, kFp8 = 2 };
 
 inline uint32_t bits_of(float x) { uint32_t u; std::memcpy(&u, &x, 4); return u; }
 inline float float_of(uint32_t u) { float x; std::memcpy(&x, &u, 4); return x; }
+// A choice by masks: GCC makes branches of conditional expressions here, and vectorizes no loop that has one.
+inline uint32_t either(bool first, uint32_t a, uint32_t b) {
+  const uint32_t mask = -uint32_t(first);
+  return (a & mask) | (b & ~mask);
+}
 
 // Sums and differences of rows of kWidth values that are a power of two of rows apart, the nearest first.
 template <int64_t kRows, int64_t kWidth>
@@ -83,15 +88,15 @@ inline uint8_t to_fp8(float x) {
   const uint32_t sign = bits_of(x) & 0x80000000u, magnitude = bits_of(x) ^ sign;
   const uint32_t small = bits_of(float_of(magnitude) + 16384.0f) - bits_of(16384.0f);
   const uint32_t normal = ((magnitude + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20) - (120u << 3);
-  const uint32_t found = magnitude < (121u << 23) ? small : normal;
-  return uint8_t((magnitude > 0x7f800000u ? 0x7fu : found) | (sign >> 24));
+  const uint32_t found = either(magnitude < (121u << 23), small, normal);
+  return uint8_t(either(magnitude > 0x7f800000u, 0x7fu, found) | (sign >> 24));
 }
 
 // Exponents are 120 less than those of a float, also for what is denormal.
 inline float from_fp8(uint8_t q) {
-  const float number = float_of(uint32_t(q & 0x7fu) << 20) * 1.329227995784916e36f;
-  const uint32_t magnitude = (q & 0x7fu) == 0x7fu ? 0x7fc00000u : bits_of(number);
-  return float_of(magnitude | (uint32_t(q & 0x80u) << 24));
+  const uint32_t code = q & 0x7fu;
+  const float number = float_of(code << 20) * 1.329227995784916e36f;
+  return float_of(either(code == 0x7fu, 0x7fc00000u, bits_of(number)) | (uint32_t(q & 0x80u) << 24));
 }
 
 // A number of [0, 1) that is a hash of the bits of a value, of its place in its block and of the block's scale.
