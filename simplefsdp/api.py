@@ -217,7 +217,7 @@ def simple_fsdp(
     narrows = mode == "fully_shard" and any(form.reduce for form in wire_formats.values())
     on_node = node_size(ranks_per_node) if narrows or ranks_per_node is not None else 1
     nodes = node_groups(mesh.get_group(), on_node) if narrows else None
-    if shard_group is not None and replica_group is not None:
+    if shard_group is not None and replica_group is not None and replica_group.ranks > 1:
         nodes = NodeGroups(*shard_group, *replica_group)
 
     sharded_model = ShardedModel(tuple((fqn, tuple(param.shape)) for fqn, param in params.items()))

@@ -18,8 +18,8 @@ a whole node, as in a reduce-scatter, and not once for each of its ranks (ZeRO++
     rows by place, then node - all_to_all inside - sum and encode - rows by node - all_to_all between - sum
 
 In hybrid shard the ranks with different shards take the place of a node. Each replica needs the sums over all of them,
-so the second collective is an all-gather of each replica's own: one rounding fewer than a ring has at each rank, and
-all replicas add up the same bytes in the same order::
+so the second collective is an all-gather of each replica's own. A replica's sums are rounded once, where an all-reduce
+rounds at every rank on the way, and all replicas add up the same bytes in the same order::
 
     rows by rank - all_to_all among shards - sum and encode - all_gather among replicas - sum
 """

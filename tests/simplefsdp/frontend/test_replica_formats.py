@@ -170,6 +170,8 @@ def test_a_format_that_sends_no_less_to_replicas_is_refused_or_left_out() -> Non
     )
     model = simple_fsdp(nn.Linear(8, 8), _mesh(4), mp_policy=policy, wire=WireFormat(reduce="int8"))
     assert model.weight.simple_fsdp_info.communication.two_steps is None
+    one = simple_fsdp(nn.Linear(8, 8), _mesh(1), wire=WireFormat(reduce="int8", between_nodes="int4"))
+    assert one.weight.simple_fsdp_info.communication.two_steps is None
     model = simple_fsdp(nn.Linear(8, 8), _mesh(4), mp_policy=policy, wire=WireFormat(reduce="int4"))
     two_steps = model.weight.simple_fsdp_info.communication.two_steps
     assert (two_steps.ranks, two_steps.nodes, two_steps.parts, two_steps.to_replicas) == (1, 4, 1, True)
