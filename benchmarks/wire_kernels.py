@@ -58,13 +58,13 @@ def main() -> None:
             encoded = torch.empty(args.ranks, form.nbytes(values.shape[1]), dtype=torch.uint8, device=device)
 
             def encodes(values=values, encoded=encoded, form=form) -> None:
-                encode(values, encoded, values.shape[1], form)
+                encode([values], [encoded], [values.shape[1]], form)
 
             def decodes(encoded=encoded, form=form) -> None:
-                decode(encoded, weights, form)
+                decode([encoded], [weights], form)
 
             def adds_up(encoded=encoded, form=form) -> None:
-                decode_sum(encoded, copied[0], form, float(args.ranks))
+                decode_sum([encoded], [copied[0]], form, float(args.ranks))
 
             row += [rate(encodes), rate(decodes if values is weights else adds_up)]
         print(f"| {' | '.join(row)} |", flush=True)

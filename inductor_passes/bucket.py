@@ -269,11 +269,12 @@ def _exchanged(sent: Node, members: Sequence[Collective], ranks: int, group: str
 def _packed(members: Sequence[Collective], ranks: int, dtype: torch.dtype) -> Node:
     """Return a buffer of the members' gradients: what their collective reads."""
     divisor, inputs = _divided([member.input for member in members])
+    gradients = [_gradient(node, ranks) for node in inputs]
+    if len(members) > 1:
+        gradients = [_as_others(member, gradient) for member, gradient in zip(members, gradients, strict=True)]
     if (wire_format := members[0].wire_format) is not None:
-        gradients = [_gradient(node, ranks) for node in inputs]
         nodes = members[0].two_steps.parts if members[0].two_steps else 1
         return insert_call(ENCODE_GRADIENTS, gradients, ranks, wire_format, dtype, divisor or 1.0, nodes)
-    gradients = [_as_others(member, _gradient(node, ranks)) for member, node in zip(members, inputs, strict=True)]
     if len({_val(gradient).dtype for gradient in gradients}) > 1:  # the kernel that packs them knows one cast
         gradients = [
             next((user for user in gradient.users if is_fused_cast(user) and _val(user).dtype is dtype), gradient)

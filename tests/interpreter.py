@@ -43,12 +43,12 @@ def convert_bfloat16_as_a_gpu_does() -> None:
 
 
 def built(
-    kernel: Any, capability: int, types: dict[str, str], *, aligned: tuple[str, ...], options: Any, **constants: Any
+    kernel: Any, capability: int, types: dict[str, Any], *, aligned: tuple[str, ...], options: Any, **constants: Any
 ) -> Any:
     """Build a kernel for GPUs of a compute capability, such as 90.
 
     Args:
-        types: those of the arguments that are no constants.
+        types: those of the arguments that are no constants: text, or a tuple for a tuple.
         aligned: the arguments whose values are multiples of 16, beside the addresses.
         options: of the compiler, such as the number of warps.
     """
@@ -62,7 +62,9 @@ def built(
         types | dict.fromkeys(constants, "constexpr"),
         constexprs={place[name]: value for name, value in constants.items()},
         attrs={
-            place[name]: [["tt.divisibility", 16]] for name in types if types[name].startswith("*") or name in aligned
+            place[name]: [["tt.divisibility", 16]]
+            for name in types
+            if str(types[name]).startswith("*") or name in aligned
         },
     )
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

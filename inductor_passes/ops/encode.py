@@ -38,8 +38,9 @@ from inductor_passes.torch_compat.library import as_dtypes
 def encode_shards(shards: Sequence[Tensor], numels: Sequence[int], wire_format: str) -> Tensor:
     """Return the bytes that this rank sends: each shard, zero-padded to its number of elements, in a wire format."""
     buffer = _encoded_shards(shards, numels, wire_format)
-    for part, shard, numel in zip(_parts(buffer, numels, wire_format, 1), shards, numels, strict=True):
-        encode(shard.contiguous(), part, numel, FORMATS[wire_format])
+    encode(
+        [shard.contiguous() for shard in shards], _parts(buffer, numels, wire_format, 1), numels, FORMATS[wire_format]
+    )
     return buffer
 
 
@@ -48,8 +49,8 @@ def decode_weights(
 ) -> list[Tensor]:
     """Return the gathered members of a bucket in ``dtype``: each (ranks * numel,), in an allocation of its own."""
     out = _weights(buffer, ranks, numels, wire_format, dtype)
-    for part, each in zip(_parts(buffer, numels, wire_format, ranks), out, strict=True):
-        decode(part, each.view(ranks, -1), FORMATS[wire_format])
+    rows = [each.view(ranks, numel) for each, numel in zip(out, numels, strict=True)]
+    decode(_parts(buffer, numels, wire_format, ranks), rows, FORMATS[wire_format])
     return out
 
 
@@ -71,10 +72,8 @@ def encode_gradients(
     (dtype,) = as_dtypes([dtype])
     chunks = [_chunk(gradient, ranks) for gradient in gradients]
     parts = _parts(buffer, chunks, wire_format, ranks // nodes, nodes)
-    for part, gradient, chunk in zip(parts, gradients, chunks, strict=True):
-        rounds = gradient.dtype.itemsize > dtype.itemsize or divisor != 1
-        to = dtype if rounds else torch.float32
-        encode(gradient.contiguous(), part.transpose(0, 1), chunk, FORMATS[wire_format], to, divisor)
+    contiguous = [gradient.contiguous() for gradient in gradients]
+    encode(contiguous, [part.transpose(0, 1) for part in parts], chunks, FORMATS[wire_format], dtype, divisor)
     return buffer
 
 
@@ -89,8 +88,7 @@ def encode_sums(buffer: Tensor, ranks: int, nodes: int, numels: Sequence[int], w
     """
     out = _encoded_sums(buffer, ranks, nodes, numels, wire_format, into)
     sent, sums = _parts(buffer, numels, wire_format, ranks, nodes), _parts(out, numels, into, nodes)
-    for part, each, numel in zip(sent, sums, numels, strict=True):
-        encode_sum(part, each, numel, FORMATS[wire_format], FORMATS[into])
+    encode_sum(sent, sums, numels, FORMATS[wire_format], FORMATS[into])
     return out
 
 
@@ -102,8 +100,7 @@ def decode_sums(
     Sums are taken in float32, in the order of the ranks, and rounded to ``dtype`` once.
     """
     out = _sums(buffer, ranks, numels, wire_format, dtype, divisor)
-    for part, each in zip(_parts(buffer, numels, wire_format, ranks), out.split(list(numels)), strict=True):
-        decode_sum(part, each, FORMATS[wire_format], divisor)
+    decode_sum(_parts(buffer, numels, wire_format, ranks), out.split(list(numels)), FORMATS[wire_format], divisor)
     return out
 
 

@@ -16,14 +16,14 @@ number below, so that the expected result is the value and errors of many gradie
 hash of the bits of the scaled value, of its place in the block and of the scale: the same values are rounded alike on
 every rank and in every run, and no generator has a state.
 
-On a GPU each way is one kernel (``wire_formats_triton.py``). On a CPU large tensors
+On a GPU each way is one kernel for a bucket (``wire_formats_triton.py``). On a CPU large tensors
 go through ``wire_formats.cpp``, one pass over the bytes. Both have the bits of the functions here.
 """
 
 import ctypes
 import functools
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,26 +108,35 @@ def blocks(numel: int) -> int:
 
 
 def encode(
-    values: Tensor,
-    out: Tensor,
-    numel: int,
+    values: Sequence[Tensor],
+    out: Sequence[Tensor],
+    numels: Sequence[int],
     encoding: Encoding,
     dtype: torch.dtype = torch.float32,
     divisor: float = 1.0,
 ) -> None:
-    """Encode rows of ``numel`` of the contiguous ``values``, each into one of ``out``, (..., bytes).
+    """Encode the members of a bucket: rows of some values of each contiguous tensor, each into one of ``out``.
 
     Args:
         values: may be fewer than ``out`` has place for; what is missing behind the last is zero.
-        out: contiguous in its last dim, with one or two leading dims.
-        dtype: what values are rounded to before they are encoded, and divided in.
+        out: parts of one buffer, (..., bytes), contiguous in the last dim, with one or two leading dims.
+        numels: number of values of a row, by member.
+        dtype: what wider values are rounded to before they are encoded, and all are divided in.
         divisor: what values are divided by.
     """
-    if _in_triton(values):
-        _triton().encode(values, out, numel, form_of(encoding), dtype, divisor)
-        return
-    if dtype is not torch.float32 or divisor != 1:
-        values = _over(values.to(dtype), divisor)
+    for own in {each.dtype: None for each in values}:
+        members = [i for i, each in enumerate(values) if each.dtype is own]
+        to = dtype if own.itemsize > dtype.itemsize or divisor != 1 else torch.float32
+        if _in_triton(values[0]):
+            sources, targets, sizes = ([of[i] for i in members] for of in (values, out, numels))
+            _triton().encode(sources, targets, sizes, form_of(encoding), to, divisor)
+        else:
+            for i in members:
+                rounded = values[i] if to is torch.float32 and divisor == 1 else _over(values[i].to(to), divisor)
+                _encode(rounded, out[i], numels[i], encoding)
+
+
+def _encode(values: Tensor, out: Tensor, numel: int, encoding: Encoding) -> None:
     values = _padded(values.view(-1), out.shape[:-1].numel() * numel).view(*out.shape[:-1], numel)
     if encoding.largest is None:
         out.view(torch.bfloat16)[..., :numel].copy_(values)
@@ -141,57 +150,68 @@ def encode(
     scales.copy_(quantize(functional.pad(values, (0, -numel % BLOCK)).unflatten(-1, (-1, BLOCK)), quantized, encoding))
 
 
-def decode(rows: Tensor, out: Tensor, encoding: Encoding) -> None:
-    """Decode each row of bytes into a row of ``out``, (rows, numel), contiguous, in the dtype of ``out``."""
-    numel = out.shape[1]
-    if _in_triton(out):
+def decode(rows: Sequence[Tensor], out: Sequence[Tensor], encoding: Encoding) -> None:
+    """Decode each member's rows of bytes into rows of values, (rows, numel), contiguous, in the dtype of ``out``."""
+    if _in_triton(out[0]):
         _triton().decode(rows, out, form_of(encoding).kind)
-    elif encoding.largest is None:
-        out.copy_(rows.view(torch.bfloat16)[:, :numel])
-    elif _in_cpp(out):
-        _cpp().decode(rows.data_ptr(), rows.stride(0), len(rows), numel, *_memory(out), form_of(encoding).kind)
-    else:
-        out.copy_(_values(*_parts(rows, encoding), encoding).flatten(1)[:, :numel])
+        return
+    for encoded, values in zip(rows, out, strict=True):
+        numel = values.shape[1]
+        if encoding.largest is None:
+            values.copy_(encoded.view(torch.bfloat16)[:, :numel])
+        elif _in_cpp(values):
+            memory, kind = _memory(values), form_of(encoding).kind
+            _cpp().decode(encoded.data_ptr(), encoded.stride(0), len(encoded), numel, *memory, kind)
+        else:
+            values.copy_(_values(*_parts(encoded, encoding), encoding).flatten(1)[:, :numel])
 
 
-def decode_sum(rows: Tensor, out: Tensor, encoding: Encoding, divisor: float) -> None:
-    """Write the sum over the ranks of decoded rows, (ranks, bytes), over ``divisor`` into the contiguous ``out``.
+def decode_sum(rows: Sequence[Tensor], out: Sequence[Tensor], encoding: Encoding, divisor: float) -> None:
+    """Write, for each member, the sum over the ranks of decoded rows, (ranks, bytes), over ``divisor``.
 
-    Ranks are added in their order, in float32, and sums rounded to the dtype of ``out``, (numel,), once.
+    Ranks are added in their order, in float32, and sums rounded to the dtype of ``out`` once.
+
+    Args:
+        out: (numel,) each, contiguous, of one dtype.
     """
-    numel = len(out)
-    if _in_triton(out):
+    if _in_triton(out[0]):
         _triton().decode_sum(rows, out, form_of(encoding), divisor)
-    elif encoding.largest is None:
-        out.copy_(_over(_added(row[:numel].float() for row in rows.view(torch.bfloat16)), divisor))
-    elif _in_cpp(out):
-        form = form_of(encoding)[:2]
-        _cpp().decode_sum(rows.data_ptr(), rows.stride(0), len(rows), numel, *_memory(out), *form, divisor)
-    else:
-        total = _over(_added(_values(*_parts(rows, encoding), encoding)), divisor)
-        out.copy_((_rotated(total) if encoding.rotates else total).view(-1)[:numel])
+        return
+    for encoded, sums in zip(rows, out, strict=True):
+        numel = len(sums)
+        if encoding.largest is None:
+            sums.copy_(_over(_added(row[:numel].float() for row in encoded.view(torch.bfloat16)), divisor))
+        elif _in_cpp(sums):
+            memory, form = _memory(sums), form_of(encoding)[:2]
+            _cpp().decode_sum(encoded.data_ptr(), encoded.stride(0), len(encoded), numel, *memory, *form, divisor)
+        else:
+            total = _over(_added(_values(*_parts(encoded, encoding), encoding)), divisor)
+            sums.copy_((_rotated(total) if encoding.rotates else total).view(-1)[:numel])
 
 
-def encode_sum(rows: Tensor, out: Tensor, numel: int, encoding: Encoding, into: Encoding) -> None:
-    """Encode the sums over the ranks of ``rows``, (ranks, some, bytes), into ``out``, (some, bytes).
+def encode_sum(
+    rows: Sequence[Tensor], out: Sequence[Tensor], numels: Sequence[int], encoding: Encoding, into: Encoding
+) -> None:
+    """Encode, for each member, the sums over the ranks of ``rows``, (ranks, some, bytes), into ``out``, (some, bytes).
 
     Sums are taken in float32. They stay rotated where both formats rotate.
 
     Args:
-        numel: number of values of each row.
+        numels: number of values of a row, by member.
         encoding: the format of ``rows``.
         into: the format of ``out``.
     """
-    if _in_triton(rows):
-        _triton().encode_sum(rows, out, numel, form_of(encoding), form_of(into))
+    if _in_triton(rows[0]):
+        _triton().encode_sum(rows, out, numels, form_of(encoding), form_of(into))
         return
     if encoding.rotates and into.rotates:
         encoding, into = encoding._replace(rotates=False), into._replace(rotates=False)
-        numel = blocks(numel) * BLOCK  # also of what fills up the last block
-    sums = rows.new_empty(len(out), numel, dtype=torch.float32)
-    for i, each in enumerate(sums):
-        decode_sum(rows[:, i], each, encoding, 1.0)
-    encode(sums, out, numel, into)
+        numels = [blocks(numel) * BLOCK for numel in numels]  # also of what fills up the last block
+    for sent, encoded, numel in zip(rows, out, numels, strict=True):
+        sums = sent.new_empty(len(encoded), numel, dtype=torch.float32)
+        for i, each in enumerate(sums):
+            decode_sum([sent[:, i]], [each], encoding, 1.0)
+        _encode(sums, encoded, numel, into)
 
 
 def quantize(values: Tensor, quantized: Tensor, encoding: Encoding) -> Tensor:

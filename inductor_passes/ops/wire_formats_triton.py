@@ -1,11 +1,14 @@
-"""Wire formats on a GPU: one kernel for each member of a bucket and each way, with the bits of ``wire_formats.cpp``.
+"""Wire formats on a GPU: one kernel for each bucket and each way, with the bits of ``wire_formats.cpp``.
 
-A program takes some blocks of one row. Casts, padding, rotation, scales, rounding and packing happen in registers;
+A program takes some blocks of one row of a member, which it finds in tables: tuples that have a number for each member
+of the bucket. Casts, padding, rotation, scales, rounding and packing happen in registers;
 encoded values are read and written as words of four bytes, as which the rows of a buffer are aligned.
 
 Kernels are built without fused multiply-adds, which would round sums of ranks otherwise than a CPU does.
 """
 
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +20,10 @@ _BLOCK = tl.constexpr(128)
 _INT8, _INT4, _FP8, _BF16 = (tl.constexpr(kind) for kind in range(4))
 BLOCKS = 16
 """Number of blocks of a program."""
+MEMBERS = 64
+"""Members of a kernel at most: a kernel's arguments have 4 KB."""
+_RAISED = tl.constexpr(1 << 48)
+"""Added to numbers in tables; see ``_table``."""
 
 
 @triton.jit
@@ -150,116 +157,189 @@ def _sum(sent, first, numel, ranks, stride, blocks: tl.constexpr, kind: tl.const
     return total
 
 
+@triton.jit
+def _of_member(table, begins):
+    """Return the number of a table for the member that this program works on, plus ``_RAISED``.
+
+    Args:
+        begins: the table of each member's first program.
+    """
+    program = (tl.program_id(0).to(tl.int64) + _RAISED) << 4
+    found = table[0]
+    for i in tl.static_range(1, len(table)):
+        found = tl.where(program >= begins[i], table[i], found)
+    return found >> 4
+
+
+@triton.jit
+def _first_block(begins, blocks: tl.constexpr):
+    return (tl.program_id(0) - (_of_member(begins, begins) - _RAISED).to(tl.int32)) * blocks
+
+
 @triton.jit(do_not_specialize=["per", "outer", "inner", "divisor"])
 def encode_kernel(
-    values, out, total, numel, per, outer, inner, divisor,
-    divides: tl.constexpr, dtype: tl.constexpr, kind: tl.constexpr, rotates: tl.constexpr, stochastic: tl.constexpr,
-    blocks: tl.constexpr,
+    begins, addresses, totals, numels, offsets, out, per, outer, inner, divisor,
+    values: tl.constexpr, in_sixteens: tl.constexpr, divides: tl.constexpr, dtype: tl.constexpr,
+    kind: tl.constexpr, rotates: tl.constexpr, stochastic: tl.constexpr, blocks: tl.constexpr,
 ):  # fmt: skip
-    """Encode row ``tl.program_id(1)`` of ``values``, which are zero behind the first ``total``.
+    """Encode row ``tl.program_id(1)`` of ``values`` at an address, which are zero behind the first ``total``.
 
-    Row ``i`` goes to word ``i // per * outer + i % per * inner`` of ``out``.
+    Row ``i`` goes to word ``i // per * outer + i % per * inner + offset`` of ``out``.
     """
-    row, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * blocks
+    row, first = tl.program_id(1).to(tl.int64), _first_block(begins, blocks)
+    source = (_of_member(addresses, begins) - _RAISED).to(tl.pointer_type(values))
+    numel, total = (_of_member(numels, begins) - _RAISED).to(tl.int32), _of_member(totals, begins) - _RAISED
+    if in_sixteens:
+        source, numel, total = tl.multiple_of(source, 16), tl.multiple_of(numel, 16), tl.multiple_of(total, 16)
     place = _places(first, blocks)
-    x = tl.load(values + row * numel + place, (place < numel) & (row * numel + place < total), 0.0).to(tl.float32)
+    x = tl.load(source + row * numel + place, (place < numel) & (row * numel + place < total), 0.0).to(tl.float32)
     x = _rounded(x, dtype)
     if divides:
         x = _rounded(_divided(x, divisor), dtype)
     if rotates:
         x = _rotated(x, blocks)
-    _write(x, out + row // per * outer + row % per * inner, first, numel, blocks, kind, stochastic)
+    out += row // per * outer + row % per * inner + _of_member(offsets, begins) - _RAISED
+    _write(x, out, first, numel, blocks, kind, stochastic)
 
 
 @triton.jit(do_not_specialize=["stride"])
-def decode_kernel(rows, out, numel, stride, kind: tl.constexpr, blocks: tl.constexpr):
-    """Decode row ``tl.program_id(1)`` of rows that are ``stride`` words apart."""
-    row, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * blocks
-    x = _read(rows + row * stride, first, numel, blocks, kind)
+def decode_kernel(
+    begins, addresses, numels, offsets, rows, stride,
+    values: tl.constexpr, in_sixteens: tl.constexpr, kind: tl.constexpr, blocks: tl.constexpr,
+):  # fmt: skip
+    """Decode row ``tl.program_id(1)`` of rows that are ``stride`` words apart to an address."""
+    row, first = tl.program_id(1).to(tl.int64), _first_block(begins, blocks)
+    out = (_of_member(addresses, begins) - _RAISED).to(tl.pointer_type(values))
+    numel = (_of_member(numels, begins) - _RAISED).to(tl.int32)
+    if in_sixteens:
+        out, numel = tl.multiple_of(out, 16), tl.multiple_of(numel, 16)
+    x = _read(rows + row * stride + (_of_member(offsets, begins) - _RAISED), first, numel, blocks, kind)
     place = _places(first, blocks)
-    tl.store(out + row * numel + place, x.to(out.dtype.element_ty), place < numel)
+    tl.store(out + row * numel + place, x.to(values), place < numel)
 
 
 @triton.jit(do_not_specialize=["ranks", "stride", "divisor"])
 def decode_sum_kernel(
-    sent, out, numel, ranks, stride, divisor,
-    divides: tl.constexpr, kind: tl.constexpr, rotates: tl.constexpr, blocks: tl.constexpr,
+    begins, addresses, numels, offsets, sent, ranks, stride, divisor,
+    values: tl.constexpr, in_sixteens: tl.constexpr, divides: tl.constexpr, kind: tl.constexpr, rotates: tl.constexpr,
+    blocks: tl.constexpr,
 ):  # fmt: skip
     """Add up what ranks sent, ``stride`` words apart; divide the sums, rotate them back and round them once."""
-    first = tl.program_id(0) * blocks
-    x = _sum(sent, first, numel, ranks, stride, blocks, kind)
+    first = _first_block(begins, blocks)
+    out = (_of_member(addresses, begins) - _RAISED).to(tl.pointer_type(values))
+    numel = (_of_member(numels, begins) - _RAISED).to(tl.int32)
+    if in_sixteens:
+        out, numel = tl.multiple_of(out, 16), tl.multiple_of(numel, 16)
+    x = _sum(sent + (_of_member(offsets, begins) - _RAISED), first, numel, ranks, stride, blocks, kind)
     if divides:
         x = _divided(x, divisor)
     if rotates:
         x = _rotated(x, blocks)
     place = _places(first, blocks)
-    tl.store(out + place, x.to(out.dtype.element_ty), place < numel)
+    tl.store(out + place, x.to(values), place < numel)
 
 
 @triton.jit(do_not_specialize=["ranks", "stride", "apart", "apart_out"])
 def encode_sum_kernel(
-    sent, out, numel, ranks, stride, apart, apart_out,
+    begins, numels, offsets, offsets_out, sent, out, ranks, stride, apart, apart_out,
     kind: tl.constexpr, rotates: tl.constexpr, into: tl.constexpr, into_rotates: tl.constexpr,
     stochastic: tl.constexpr, blocks: tl.constexpr,
 ):  # fmt: skip
     """Encode sums over the ranks again, of row ``tl.program_id(1)`` of those that are ``apart`` words apart in what one
     rank sent, and ``apart_out`` words in the result. They stay rotated where both formats rotate."""
-    row, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * blocks
-    x = _sum(sent + row * apart, first, numel, ranks, stride, blocks, kind)
+    row, first = tl.program_id(1).to(tl.int64), _first_block(begins, blocks)
+    numel = (_of_member(numels, begins) - _RAISED).to(tl.int32)
+    out += row * apart_out + _of_member(offsets_out, begins) - _RAISED
+    x = _sum(sent + row * apart + (_of_member(offsets, begins) - _RAISED), first, numel, ranks, stride, blocks, kind)
     if rotates and not into_rotates:
         x = tl.where(_places(first, blocks) < numel, _rotated(x, blocks), 0.0)
     if into_rotates and not rotates:
         x = _rotated(x, blocks)
-    _write(x, out + row * apart_out, first, numel, blocks, into, stochastic)
+    _write(x, out, first, numel, blocks, into, stochastic)
 
 
 Form = tuple[int, bool, bool]
 """A kind of encoding, whether it rotates, and whether it rounds stochastically: ``wire_formats.Form``."""
 
 
-def encode(values: Tensor, out: Tensor, numel: int, form: Form, dtype: torch.dtype, divisor: float) -> None:
-    """Do ``wire_formats.encode`` for a contiguous tensor."""
-    words = _as_words(out)
-    per = words.shape[-2]
-    outer = words.stride(0) if words.ndim == 3 else 0
+def encode(
+    values: Sequence[Tensor],
+    out: Sequence[Tensor],
+    numels: Sequence[int],
+    form: Form,
+    dtype: torch.dtype,
+    divisor: float,
+) -> None:
+    """Do ``wire_formats.encode`` for contiguous tensors of one dtype."""
+    words, offsets = _words_of(out)
+    per, outer = words.shape[-2], words.stride(0) if words.ndim == 3 else 0
+    totals = [each.numel() for each in values]
+    tables = [each.data_ptr() for each in values], totals, numels, offsets
     _launch(
-        encode_kernel, numel, out.shape[:-1].numel(), values, words, values.numel(), numel, per, outer,
-        words.stride(-2), divisor, divisor != 1, _DTYPES[dtype], *form,
+        encode_kernel, numels, out[0].shape[:-1].numel(), tables, words, per, outer, words.stride(-2), divisor,
+        _DTYPES[values[0].dtype], _in_sixteens(values, [*totals, *numels]), divisor != 1, _DTYPES[dtype], *form,
     )  # fmt: skip
 
 
-def decode(rows: Tensor, out: Tensor, kind: int) -> None:
-    """Do ``wire_formats.decode``."""
-    words = _as_words(rows)
-    _launch(decode_kernel, out.shape[1], len(out), words, out, out.shape[1], words.stride(0), kind)
-
-
-def decode_sum(rows: Tensor, out: Tensor, form: Form, divisor: float) -> None:
-    """Do ``wire_formats.decode_sum`` for rows of one place, (ranks, bytes), and ``out``, (numel,)."""
-    words = _as_words(rows)
+def decode(rows: Sequence[Tensor], out: Sequence[Tensor], kind: int) -> None:
+    """Do ``wire_formats.decode`` for results of one dtype."""
+    words, offsets = _words_of(rows)
+    numels = [each.shape[1] for each in out]
     _launch(
-        decode_sum_kernel, out.numel(), 1, words, out, out.numel(), len(words), words.stride(0), divisor, divisor != 1,
-        *form[:2],
+        decode_kernel, numels, len(out[0]), ([each.data_ptr() for each in out], numels, offsets), words,
+        words.stride(0), _DTYPES[out[0].dtype], _in_sixteens(out, numels), kind,
     )  # fmt: skip
 
 
-def encode_sum(rows: Tensor, out: Tensor, numel: int, form: Form, into: Form) -> None:
+def decode_sum(rows: Sequence[Tensor], out: Sequence[Tensor], form: Form, divisor: float) -> None:
+    """Do ``wire_formats.decode_sum`` for results of one dtype."""
+    words, offsets = _words_of(rows)
+    numels = [each.numel() for each in out]
+    _launch(
+        decode_sum_kernel, numels, 1, ([each.data_ptr() for each in out], numels, offsets), words, len(words),
+        words.stride(0), divisor, _DTYPES[out[0].dtype], _in_sixteens(out, numels), divisor != 1, *form[:2],
+    )  # fmt: skip
+
+
+def encode_sum(rows: Sequence[Tensor], out: Sequence[Tensor], numels: Sequence[int], form: Form, into: Form) -> None:
     """Do ``wire_formats.encode_sum``."""
-    words, words_out = _as_words(rows), _as_words(out)
+    (words, offsets), (words_out, offsets_out) = _words_of(rows), _words_of(out)
     _launch(
-        encode_sum_kernel, numel, len(out), words, words_out, numel, len(words), words.stride(0), words.stride(1),
-        words_out.stride(0), *form[:2], *into,
+        encode_sum_kernel, numels, len(out[0]), (numels, offsets, offsets_out), words, words_out, len(words),
+        words.stride(0), words.stride(1), words_out.stride(0), *form[:2], *into,
     )  # fmt: skip
 
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def _as_words(x: Tensor) -> Tensor:
-    return x.view(torch.int32)
+def _words_of(members: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """Return the first member of a buffer as words, and by how many words each lies behind it."""
+    first = members[0].data_ptr()
+    return members[0].view(torch.int32), [(each.data_ptr() - first) // 4 for each in members]
 
 
-def _launch(kernel: Any, numel: int, rows: int, *args: Any) -> None:
-    """Run ``kernel`` over all blocks of ``rows`` rows of ``numel`` values."""
-    if numel and rows:
-        kernel[triton.cdiv(numel, 128 * BLOCKS), rows](*args, BLOCKS, num_warps=4, enable_fp_fusion=False)
+def _in_sixteens(values: Iterable[Tensor], numbers: Iterable[int]) -> bool:
+    """Return whether addresses and numbers are multiples of 16, so that values are read and written by 16 bytes."""
+    return not any(number % 16 for number in (*(each.data_ptr() for each in values), *numbers))
+
+
+def _table(numbers: Iterable[int], length: int) -> tuple[int, ...]:
+    """Return numbers as a table of ``length``, filled up with one that no program comes to.
+
+    Triton would build a kernel for each pattern of numbers that are 1, that have 64 bits or that are multiples of 16;
+    these all have 64 bits and are multiples of 16.
+    """
+    given = [*numbers]
+    return tuple((number + _RAISED.value) << 4 for number in [*given, *[1 << 40] * (length - len(given))])
+
+
+def _launch(kernel: Any, numels: Sequence[int], rows: int, tables: Sequence[Sequence[int]], *args: Any) -> None:
+    """Run ``kernel`` over all blocks of ``rows`` rows of each member's number of values."""
+    for start in range(0, len(numels), MEMBERS):
+        part = slice(start, start + MEMBERS)
+        *begins, programs = accumulate((triton.cdiv(numel, 128 * BLOCKS) for numel in numels[part]), initial=0)
+        if programs and rows:
+            length = triton.next_power_of_2(len(begins))
+            of_members = [_table(table, length) for table in (begins, *(table[part] for table in tables))]
+            kernel[programs, rows](*of_members, *args, BLOCKS, num_warps=4, enable_fp_fusion=False)

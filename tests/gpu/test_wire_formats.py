@@ -16,11 +16,11 @@ def received(values: Tensor, name: str) -> Tensor:
     """Each row after a gather, or the sum of the rows after a reduction, on the device of ``values``."""
     form = FORMATS[name]
     encoded = values.new_empty(len(values), form.nbytes(values.shape[1]), dtype=torch.uint8)
-    encode(values, encoded, values.shape[1], form)
+    encode([values], [encoded], [values.shape[1]], form)
     if name in GATHER_FORMATS and name != "bf16":
-        decode(encoded, out := values.new_empty(values.shape, dtype=torch.float32), form)
+        decode([encoded], [out := values.new_empty(values.shape, dtype=torch.float32)], form)
     else:
-        decode_sum(encoded, out := values.new_empty(1, values.shape[1], dtype=torch.float32)[0], form, float(ROWS))
+        decode_sum([encoded], [out := values.new_empty(values.shape[1], dtype=torch.float32)], form, float(ROWS))
     return out.cpu()
 
 

@@ -81,16 +81,16 @@ def kernels(events: Sequence[Event]) -> Counter[str]:
     return Counter(name for name in names if name.endswith("code_kernel") or name.endswith("code_sum_kernel"))
 
 
-def test_a_member_costs_one_kernel_each_way(step: Step) -> None:
-    members = len(step.shapes)
-    assert kernels(step.forward) == {"encode_kernel": members, "decode_kernel": members}
+def test_a_bucket_costs_one_kernel_each_way(step: Step) -> None:
     (plan,) = step.plans
-    again = sum(len(bucket.fqns) for bucket in plan.backward)
-    two_steps = {"encode_sum_kernel": members} if on_node(step) < 64 else {}
+    first, again, reduced = len(plan.forward), len(plan.backward), len(plan.reductions)
+    assert len(step.shapes) > reduced
+    assert kernels(step.forward) == {"encode_kernel": first, "decode_kernel": first}
+    two_steps = {"encode_sum_kernel": reduced} if on_node(step) < 64 else {}
     assert kernels(step.backward) == {
-        "encode_kernel": again + members,
+        "encode_kernel": again + reduced,
         "decode_kernel": again,
-        "decode_sum_kernel": members,
+        "decode_sum_kernel": reduced,
         **two_steps,
     }
 

@@ -30,13 +30,13 @@ def sent(values: Tensor, name: str, dtype: torch.dtype = torch.float32) -> Tenso
     """The rows of ``values`` after a journey."""
     form = FORMATS[name]
     encoded = torch.empty(len(values), form.nbytes(values.shape[1]), dtype=torch.uint8)
-    encode(values, encoded, values.shape[1], form)
+    encode([values], [encoded], [values.shape[1]], form)
     out = torch.empty(values.shape, dtype=dtype)
     if name in GATHER_FORMATS:
-        decode(encoded, out, form)
+        decode([encoded], [out], form)
     else:
         for row, into in zip(encoded, out, strict=True):
-            decode_sum(row.unsqueeze(0), into, form, 1.0)
+            decode_sum([row.unsqueeze(0)], [into], form, 1.0)
     return out
 
 
@@ -44,9 +44,9 @@ def summed(values: Tensor, name: str, divisor: float = 1.0) -> Tensor:
     """The sum of the rows, over ``divisor``, as the rank that owns it gets it."""
     form = FORMATS[name]
     encoded = torch.empty(len(values), form.nbytes(values.shape[1]), dtype=torch.uint8)
-    encode(values, encoded, values.shape[1], form)
+    encode([values], [encoded], [values.shape[1]], form)
     out = torch.empty(values.shape[1])
-    decode_sum(encoded, out, form, divisor)
+    decode_sum([encoded], [out], form, divisor)
     return out
 
 
@@ -107,12 +107,12 @@ def test_the_code_in_cpp_gives_the_bits_of_the_functions(name, rows, numel, expo
         with mock.patch.object(wire_formats, "_COMPILED_FROM", threshold):
             form = FORMATS[name]
             encoded = torch.zeros(rows, form.nbytes(numel), dtype=torch.uint8)
-            encode(values, encoded, values.shape[1], form)
+            encode([values], [encoded], [values.shape[1]], form)
             out = torch.empty(numel if name in REDUCE_FORMATS else (rows, numel), dtype=dtypes[1])
             if name in REDUCE_FORMATS:
-                decode_sum(encoded, out, form, 3.0)
+                decode_sum([encoded], [out], form, 3.0)
             else:
-                decode(encoded, out, form)
+                decode([encoded], [out], form)
         found.append((encoded, out))
     (plain, plain_out), (in_cpp, cpp_out) = found
     if values.isfinite().all():
