@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.ranks import Ranks, be_frugal, fake_group
 
@@ -17,6 +18,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What was calibrated on this machine would change what plan="auto" is. Processes of tests inherit it.
 _cache = tempfile.TemporaryDirectory()
 os.environ["XDG_CACHE_HOME"] = _cache.name
+# No test asserts a time: machines are shared.
+settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared machine")
 
 
 _STARTED = time.monotonic()
