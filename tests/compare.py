@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import simple_fsdp
-from tests.models import PROFILE
+from tests.models import PROFILE, train
 
 LOWERINGS: dict[str, dict[str, Any] | None] = {
     "eager": None,
@@ -26,6 +26,20 @@ def lowered(model: nn.Module, lowering: str, fullgraph: bool = False) -> Any:
     """``model``, to be called: compiled as ``LOWERINGS`` says, or as it is."""
     options = LOWERINGS[lowering]
     return torch.compile(model, backend="simplefsdp", options=options, fullgraph=fullgraph) if options else model
+
+
+def trained_to_the_bits_of_eager(build: Callable[[], nn.Module], **options: Any) -> Any:
+    """Train ``build()`` on a rank as it is, and compiled by ``lower_with="aot_eager"`` with options: to the same bits.
+
+    Returns what ``train`` returns of the compiled one.
+    """
+    eager, model = build(), build()
+    expected = train(eager, eager, 3, dist.get_rank())
+    compiled: Any = {"lower_with": "aot_eager", **options}
+    forward = torch.compile(model, backend="simplefsdp", fullgraph=True, options=compiled)
+    found = train(model, forward, 3, dist.get_rank())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    return found
 
 
 def vectors(step: int, rank: int, rows: int = 3) -> Tensor:

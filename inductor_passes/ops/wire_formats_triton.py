@@ -161,6 +161,8 @@ def _sum(sent, first, numel, ranks, stride, blocks: tl.constexpr, kind: tl.const
 def _of_member(table, begins):
     """Return the number of a table for the member that this program works on, plus ``_RAISED``.
 
+    Kernels take ``_RAISED`` away themselves: Triton loses hints about a value that a function has returned.
+
     Args:
         begins: the table of each member's first program.
     """

@@ -420,7 +420,6 @@ class _Kinds(NamedTuple):
 
     def _second_step(self, two_steps: TwoSteps, group: str, dtype: torch.dtype) -> CollectiveKind:
         """Return the kind of the second step of a reduction over ``group``, for each byte of the whole gradient."""
-        copy = 2 * self.profile.memory_s(_COPIED) / _COPIED / two_steps.ranks
         if two_steps.to_replicas:
             # A byte of the gradient becomes ``nodes / ranks`` of what each replica then has.
             second = self._kind("all_gather", two_steps.between, 1, None, "")
@@ -430,7 +429,8 @@ class _Kinds(NamedTuple):
         else:
             # It needs the network cards that gathers over all nodes need too.
             second = self._kind("all_to_all", two_steps.between, two_steps.ranks, None, "")._replace(channel=group)
-        return second._replace(copy_s_per_byte=copy).in_format(two_steps.between_format, dtype, second)
+        second = second._replace(copy_s_per_byte=second.copy_s_per_byte / two_steps.ranks)
+        return second.in_format(two_steps.between_format, dtype, second)
 
     def _kind(
         self, kind: str, group: str, parts: int, all_reduce_after: CollectiveKind | None, name: str

@@ -15,9 +15,9 @@ from inductor_passes.runtime.agreement import forget_failures
 from inductor_passes.torch_compat.distributed import group_ranks
 from simplefsdp import WireFormat, simple_fsdp
 from simplefsdp.frontend.node_groups import node_groups
-from tests.compare import whole
+from tests.compare import trained_to_the_bits_of_eager, whole
 from tests.graphs import capture, nodes
-from tests.models import batch, tiny_llama, train
+from tests.models import batch, tiny_llama
 from tests.ranks import Ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -40,12 +40,7 @@ def test_compiled_training_has_the_bits_of_eager(four_ranks: Ranks, plan: str) -
 
 
 def _bits(plan: str) -> None:
-    eager = _llama(FORMATS[plan])
-    expected = train(eager, eager, 3, dist.get_rank())
-    model = _llama(FORMATS[plan])
-    options: Any = {"plan": plan, "profile": "h100/h100-8-nodes", "lower_with": "aot_eager"}
-    forward = torch.compile(model, backend="simplefsdp", fullgraph=True, options=options)
-    torch.testing.assert_close(train(model, forward, 3, dist.get_rank()), expected, rtol=0, atol=0)
+    trained_to_the_bits_of_eager(lambda: _llama(FORMATS[plan]), plan=plan, profile="h100/h100-8-nodes")
 
 
 @pytest.mark.parametrize(("between", "allowed"), [(None, 0.01), ("int4", 0.15)])

@@ -17,7 +17,7 @@ from inductor_passes.collectives import ALL_TO_ALL
 from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS
 from simplefsdp import WireFormat, simple_fsdp
 from tests import zoo
-from tests.compare import vectors, whole
+from tests.compare import trained_to_the_bits_of_eager, vectors, whole
 from tests.graphs import ALL_GATHER, REDUCE_SCATTER, capture, nodes
 from tests.models import batch, tiny_llama, train
 from tests.ranks import Ranks
@@ -65,13 +65,7 @@ SETTINGS: dict[str, Callable[[Any], nn.Module]] = {
 
 def _bits(setting: str, wire: Any, lowering: str) -> None:
     build = SETTINGS[setting]
-    eager = build(wire)
-    expected = train(eager, eager, 3, dist.get_rank())
-    model = build(wire)
-    options: Any = {"lower_with": "aot_eager", "plan": PLANS[lowering]}
-    forward = torch.compile(model, backend="simplefsdp", fullgraph=True, options=options)
-    found = train(model, forward, 3, dist.get_rank())
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    found = trained_to_the_bits_of_eager(lambda: build(wire), plan=PLANS[lowering])
     plain = build(None)
     exact = train(plain, plain, 3, dist.get_rank())
     assert any(not torch.equal(a, b) for a, b in zip(found[0], exact[0], strict=True))
