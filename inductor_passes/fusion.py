@@ -94,12 +94,20 @@ def tensors_of(node: Node) -> list[Tensor]:
     return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
 
 
+def adds_rows(node: Node) -> bool:
+    """Return whether ``node`` adds rows to a tensor, as an embedding's gradient is made.
+
+    The kernel that computes the rows adds them. What they are added to is there before, and other kernels read the sum.
+    """
+    return node.target in (_aten._unsafe_index_put.default, _aten._unsafe_masked_index_put_accumulate.default)
+
+
 def fused_regions(graph: Graph) -> dict[Node, Node]:
     """Return, for each node that Inductor would fuse, the first node of its region."""
     depth: dict[Node, int] = {}  # matmuls, the model's own collectives and the like on the way here
     for node in graph.nodes:
-        inside = [depth[source] for source in node.all_input_nodes]
-        alone = (computes(node) and not is_fused(node)) or bool(own_collective(node))
+        inside = [depth[source] + adds_rows(source) for source in node.all_input_nodes]
+        alone = (computes(node) and not (is_fused(node) or adds_rows(node))) or bool(own_collective(node))
         ours = communicates(node) and not own_collective(node.all_input_nodes[0] if node.target is WAIT else node)
         depth[node] = 0 if ours else max(inside, default=0) + alone
     for node in reversed(graph.nodes):  # what is only needed later is computed there
@@ -113,10 +121,10 @@ def fused_regions(graph: Graph) -> dict[Node, Node]:
         return node
 
     for node in graph.nodes:
-        if computes(node) and is_fused(node):
+        if computes(node) and (is_fused(node) or adds_rows(node)):
             first[node] = node
-            for source in sources_of(node):
-                if source in first and depth[source] == depth[node]:
+            for source in sources_of(node)[adds_rows(node) :]:
+                if source in first and depth[source] == depth[node] and not adds_rows(source):
                     one, other = sorted((root(source), root(node)))
                     first[other] = one
     return {node: root(node) for node in first}

@@ -133,9 +133,12 @@ def node_costs(graph: Graph, profile: DeviceProfile) -> NodeCosts:
     for nodes in members.values():
         inside = set(nodes)
         written = [node for node in nodes if any(user not in inside for user in _users(node))]
-        read = {source: _read(node, source) for node in nodes for source in sources_of(node) if source not in inside}
+        changed = {node: source for node in nodes if (source := _changed_in_place(node))}
+        not_read = inside.union(changed.values())
+        read = {source: _read(node, source) for node in nodes for source in sources_of(node) if source not in not_read}
         stored |= {node: _nbytes(node) for node in written}
-        moved = sum(read.values()) + sum(stored[node] for node in written)
+        moved = sum(read.values()) + sum(stored[node] for node in written if node not in changed)
+        moved += sum(2 * _nbytes(source) for node in changed for source in node.all_input_nodes[1:])
         seconds[nodes[-1]] = profile.launch_s + profile.memory_s(moved)
         contention[nodes[-1]] = profile.contention_of()
         runs |= dict.fromkeys(nodes, nodes[-1])
@@ -257,9 +260,16 @@ def cost_graph_of(
     at = compute_positions(items)
     cost = node_costs(graph, profile)
     compute = [nodes[i] for i in at.main]
+    runs_at = {node: i for i, node in enumerate(compute)}
+
+    def runs(index: int) -> int:
+        """Return the number of the compute node in whose place compute node ``index`` runs."""
+        return max(index, runs_at.get(cost.runs.get(compute[index], compute[index]), index))
+
+    ready = {fqn: made and runs(made - 1) + 1 for fqn, made in at.ready_slot.items()}
     exchanges = [i for i, node in enumerate(compute) if EXCHANGED in node.meta]
     behind = [i + 1 for i in exchanges]
-    marks = sorted({0, len(compute), *exchanges, *behind, *at.first_use_slot.values(), *at.ready_slot.values()})
+    marks = sorted({0, len(compute), *exchanges, *behind, *at.first_use_slot.values(), *ready.values()})
     slot = {mark: i for i, mark in enumerate(marks)}
     seconds = [cost.seconds.get(node, 0.0) for node in compute]
     contention = [cost.contention.get(node, 0.0) for node in compute]
@@ -289,21 +299,17 @@ def cost_graph_of(
     def step_of(index: int) -> int:
         return bisect_right(marks, index) - 1
 
-    runs_at = {node: i for i, node in enumerate(compute)}
-
     def last_read(fqn: str) -> int:
         """Return where the last compute node that reads a weight runs: where its region does, if it is fused."""
         last = at.last_use_slot.get(fqn, at.first_use_slot[fqn])
-        if last == len(compute):  # nothing reads it
-            return last
-        return max(last, runs_at.get(cost.runs.get(compute[last], compute[last]), last))
+        return last if last == len(compute) else runs(last)  # the former if nothing reads it
 
     reduced = [
         Reduction(
             reduction.fqns[0],
             kinds.of_reduction(reduction),
             _nbytes(reduction.input),
-            slot[at.ready_slot[reduction.fqns[0]]],
+            slot[ready[reduction.fqns[0]]],
             0 if _leaves_the_device(reduction.result) else _nbytes(reduction.node),
             copied_from.get(reduction.node),
             bool(_changed_in_place(storage_of(reduction.input))),

@@ -183,14 +183,14 @@ class Replay:
             added_up = span.kind.received * span.kind.sent(span.nbytes) * span.kind.copy_s_per_byte / 2  # and read
             self._compute(added_up, span.kind.contention)
         if (following := span.kind.all_reduce_after) is not None:
-            what, freed = "all-reduce", span.freed
+            what, freed = "all-reduce", 0  # it works in the memory of the result
             if following.wire_format is not None:
                 what = "between nodes"
                 encoded = following.sent(span.nbytes) * following.copy_s_per_byte / 2
                 self._compute(encoded, following.contention)
                 freed = round((1 + following.received) * following.sent(span.nbytes) * span.kind.shard)
                 self._allocate(freed)
-                self.alive -= span.freed
+            self.alive -= span.freed
             return self._issue(what, following, span.fqns, span.nbytes)._replace(freed=freed)
         self.alive -= span.freed
         return None

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
 
 from inductor_passes import bucket as bucket_pass
 from inductor_passes.bucket import assign, bucket
@@ -92,7 +93,7 @@ def merge(graph: Graph, *fqns: list[str], form: Form = "packed") -> None:
 
 def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     node = graph.call_function(target, args, kwargs)
-    node.meta["val"] = target(*(a.meta["val"] if isinstance(a, Node) else a for a in args), **kwargs)
+    node.meta["val"] = target(*map_arg(args, lambda source: source.meta["val"]), **kwargs)
     return node
 
 

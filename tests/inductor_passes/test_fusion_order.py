@@ -76,6 +76,43 @@ def test_a_gradient_comes_last_in_its_kernel() -> None:
     assert compute(graph) == [product, of_output, of_input, scaled, summed, of_weight, issued, awaited, further]
 
 
+def rows_added_to_a_table(graph: Graph) -> None:
+    """Make a graph of a kernel behind a matmul that makes two gradients: that of a scale, and that of a table."""
+    x, error, numbers = square(graph, "x"), square(graph, "error"), graph.placeholder("numbers")
+    numbers.meta["val"] = torch.arange(SIDE)
+    rows = call(graph, aten.neg.default, call(graph, aten.mm.default, error, error))
+    of_scale = reduced(graph, call(graph, aten.sum.dim_IntList, call(graph, aten.mul.Tensor, rows, x), [0], True))
+    further = call(graph, aten.mm.default, x, x)
+    zeros = graph.call_function(aten.full.default, ([8 * SIDE, SIDE], 0.0))
+    zeros.meta["val"] = torch.zeros(8 * SIDE, SIDE)
+    of_table = reduced(graph, call(graph, aten._unsafe_index_put.default, zeros, [numbers], rows, True))
+    graph.output((of_scale, of_table, further))
+
+
+def test_rows_are_added_to_a_table_by_the_kernel_that_makes_them() -> None:
+    graph = Graph()
+    rows_added_to_a_table(graph)
+    put_fused_together(graph)
+    names = [node.target._overloadpacket.__name__ for node in compute(graph) if node.target is not WAIT]
+    scatter = "reduce_scatter_tensor"
+    assert names == ["mm", "mm", "full", "neg", "mul", "sum", "_unsafe_index_put", scatter, scatter]
+    regions = fused_regions(graph)
+    (zeros,) = graph.find_nodes(op="call_function", target=aten.full.default)
+    (put,) = graph.find_nodes(op="call_function", target=aten._unsafe_index_put.default)
+    assert regions[put] is regions[zeros.next] is not regions[zeros]
+
+
+def test_what_reads_a_table_to_which_rows_were_added_is_another_kernel() -> None:
+    graph = Graph()
+    rows, table, numbers = square(graph, "rows"), square(graph, "table"), graph.placeholder("numbers")
+    numbers.meta["val"] = torch.arange(SIDE)
+    put = call(graph, aten._unsafe_index_put.default, call(graph, aten.exp.default, table), [numbers], rows, True)
+    read = call(graph, aten.neg.default, put)
+    graph.output(read)
+    regions = fused_regions(graph)
+    assert len({regions[node] for node in compute(graph)}) == 3 == len(compute(graph))
+
+
 def test_a_gradient_that_its_kernel_reads_again_comes_before_its_reader() -> None:
     graph = Graph()
     x = square(graph, "x")

@@ -301,7 +301,6 @@ def test_buckets_are_grouped_where_the_backend_issues_groups(step: Step) -> None
 
 
 MISPREDICTED = {
-    "auto-kept": 0.81,
     "tensor-parallel": 1.16,
     "replicate": 1.07,
     "accumulation": 1.19,

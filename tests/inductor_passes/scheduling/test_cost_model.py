@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.fx import Graph
 from torch.nn import functional as F
 
+from inductor_passes.fusion import adds_rows
+from inductor_passes.fusion_order import put_fused_together
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.cost_model import cost_graph_of, node_costs
 from inductor_passes.scheduling.issue_points import Schedule, ScheduledBucket
@@ -20,6 +23,7 @@ from inductor_passes.scheduling.replay import replay
 from inductor_passes.torch_compat import aot_autograd
 from simplefsdp import WireFormat, simple_fsdp
 from tests.graphs import capture
+from tests.inductor_passes.test_fusion_order import rows_added_to_a_table
 
 pytestmark = [pytest.mark.usefixtures("one_of_four"), pytest.mark.compile]
 
@@ -193,6 +197,21 @@ def test_a_weight_is_in_memory_until_the_kernel_that_its_last_reader_is_fused_in
     table, scale = cost_graph_of(captured.forward, Rates()).gathers
     assert table.first_use_slot < scale.first_use_slot
     assert table.last_use_slot == scale.first_use_slot
+
+
+def test_a_gradient_is_complete_when_its_kernel_has_also_added_rows_to_a_table() -> None:
+    graph = Graph()
+    rows_added_to_a_table(graph)
+    put_fused_together(graph)
+    costs = cost_graph_of(graph, Rates())
+    scale, table = sorted(costs.reductions, key=lambda reduction: reduction.nbytes)
+    assert (scale.nbytes, table.nbytes) == (4 * 4, 32 * 4 * 4)
+    assert scale.ready_slot == table.ready_slot == len(costs.seconds)
+    # The kernel reads two squares, and reads rows and changes those of the table that it adds them to.
+    (put,) = filter(adds_rows, graph.nodes)
+    seconds = node_costs(graph, Rates()).seconds[put]
+    square, numbers = 4 * 4 * 4, 4 * 8
+    assert seconds == pytest.approx((2 * square + scale.nbytes + 2 * (square + numbers) + numbers) / 1000)
 
 
 class Picked(nn.Module):

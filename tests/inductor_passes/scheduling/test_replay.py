@@ -168,6 +168,15 @@ def test_an_all_reduce_follows_where_the_schedule_says() -> None:
     ]
 
 
+def test_what_a_reduce_scatter_read_is_free_when_its_all_reduce_is_issued() -> None:
+    graph = backward(SLOW._replace(all_reduce_after=CollectiveKind("replicas", alpha_s=0.5, s_per_byte=0.05)))
+    schedule = Schedule(
+        (), (ScheduledBucket((0,), 1, 4, 2), ScheduledBucket((1,), 2, 4, 3), ScheduledBucket((2,), 3, 4, 3))
+    )
+    # A gradient from the step that makes it on, until its reduce-scatter is awaited; and shards.
+    assert replay(graph, schedule).memory == (10, 10 + 1 + 10, 1 + 10 + 1 + 10, 3 + 10)
+
+
 def test_buckets_have_the_slots_in_which_order_puts_them() -> None:
     graph = forward()._replace(reductions=backward().reductions)
     gathers = [Bucket(("a",), None, "a"), Bucket(("c", "b"), "b", "b", position=1), Bucket(("elsewhere",), None, None)]
