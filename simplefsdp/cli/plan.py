@@ -13,11 +13,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from inductor_passes.ops.wire_formats import GATHER_FORMATS, REDUCE_FORMATS
 from simplefsdp.analysis.optimizer_costs import OPTIMIZERS
+from simplefsdp.cli.wire_options import add_wire_options, chosen_wire
 from simplefsdp.compile.plan_model import PlanJob, PlannedModel, plan_model
 from simplefsdp.frontend.embedding_lookup import LOOKUPS
-from simplefsdp.frontend.wire_format import WireFormat
 from simplefsdp.hardware.catalog import DEVICES, built_in, smallest_network
 from simplefsdp.hardware.profile import NETWORKS, HardwareProfile, load_profile
 from simplefsdp.rehearsal.workload import MODELS, RankLayout
@@ -47,10 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--embedding-lookup", default="gather", choices=LOOKUPS, help="as in simple_fsdp")
     add("--activation-checkpointing", default="none", choices=["none", "block", "selective"])
     add("--optimizer", default="adamw", choices=OPTIMIZERS, help="whose state, exchanges and work count")
-    add("--wire-gather", choices=GATHER_FORMATS, help="format in which weights travel (default: bf16)")
-    add("--wire-reduce", choices=REDUCE_FORMATS, help="format in which gradients travel (default: float32)")
-    add("--wire-between-nodes", choices=REDUCE_FORMATS, help="format of their second step (default: as the first)")
-    add("--wire-auto", action="store_true", help="a format only for what compute cannot hide; needs --plan auto")
+    add_wire_options(parser)
     add("--sweep", nargs="+", metavar="NAME=A,B", help=f"a table over several of {', '.join(_SWEPT)}")
     add("--out", type=Path, default=Path("out/plan"), help="folder for plan.json and what simplefsdp explain reads")
     add("--json", action="store_true", help="print JSON")
@@ -111,12 +107,7 @@ def _job(args: argparse.Namespace) -> PlanJob:
     budget = None if args.memory_budget is None else parse_bytes(args.memory_budget)
     if args.keep_unsharded == "auto" and args.plan != "auto":
         raise ValueError("--keep-unsharded: auto needs --plan auto")
-    if args.wire_auto and args.plan != "auto":
-        raise ValueError("--wire-auto: needs --plan auto")
-    if args.wire_auto and not (args.wire_gather or args.wire_reduce):
-        raise ValueError("--wire-auto: needs --wire-gather or --wire-reduce, the formats that are allowed")
-    if args.wire_between_nodes and not args.wire_reduce:
-        raise ValueError("--wire-between-nodes: needs --wire-reduce")
+    wire = chosen_wire(args, plans_with_auto=args.plan == "auto")
     profile = _profile(args)
     job = PlanJob(
         model=args.model,
@@ -131,7 +122,7 @@ def _job(args: argparse.Namespace) -> PlanJob:
         embedding_lookup=args.embedding_lookup,
         activation_checkpointing=args.activation_checkpointing,
         optimizer=args.optimizer,
-        wire=WireFormat(args.wire_gather, args.wire_reduce, args.wire_between_nodes),
+        wire=wire,
         narrows=args.wire_auto,
     )
     job.factory(job.layers)

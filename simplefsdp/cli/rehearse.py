@@ -17,8 +17,10 @@ from tqdm import tqdm
 from simplefsdp.calibration.calibrate import calibrated_profile
 from simplefsdp.cli.results import print_results
 from simplefsdp.cli.simulation import simulate_systems, start_under_null_gpu
+from simplefsdp.cli.wire_options import add_wire_options, chosen_wire
 from simplefsdp.compile.plan_step import SEARCHED_PLANS
 from simplefsdp.frontend.embedding_lookup import LOOKUPS
+from simplefsdp.frontend.wire_format import WireFormat
 from simplefsdp.hardware.catalog import DEVICES, device_profile, smallest_network
 from simplefsdp.hardware.profile import NETWORKS, HardwareProfile, Network, flat, network
 from simplefsdp.null_gpu import launch
@@ -60,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tp", type=int, default=1, help="neighbouring ranks that the model is tensor parallel over")
     add("--keep-unsharded", action="store_true", help="reshard_after_forward=False")
     add("--embedding-lookup", default="gather", choices=LOOKUPS, help="as in simple_fsdp; other systems gather")
+    add_wire_options(parser)
     add("--activation-checkpointing", default="none", choices=["none", "block", "selective"])
     add("--dtype", choices=["bf16", "fp32"], help="of compute and gathers (default: bf16 on cuda, fp32 on cpu)")
     add("--device", help=f"cuda, cpu; with --simulate: {', '.join(launch.DEVICES)} (default: what is here; h100)")
@@ -96,6 +99,7 @@ def run(args: argparse.Namespace) -> None:
     if args.memory_budget is not None and not SEARCHED_PLANS.intersection(names):
         raise ValueError("--memory-budget: needs --plan auto or greedy")
     budget = None if args.memory_budget is None else parse_bytes(args.memory_budget)
+    wire = chosen_wire(args, plans_with_auto="auto" in names)
     build = model_factory(
         args.model, seq=args.seq, layers=args.layers, activation_checkpointing=args.activation_checkpointing
     )
@@ -107,14 +111,14 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"--ranks: {args.ranks}, but network {chosen.name!r} has {chosen.ranks}")
         simulated = device_profile(args.profile or args.device, chosen)
         start_under_null_gpu(args.device)
-        simulate_systems(args, systems, lambda: _workload(args, "cuda", build, layout, simulated), simulated)
+        simulate_systems(args, systems, lambda: _workload(args, "cuda", build, layout, simulated, wire), simulated)
         return
     torch.set_num_threads(args.threads)
     if args.device == "cuda":
         torch.cuda.set_device(0)
     profile = _profile(args, chosen, measured=not SEARCHED_PLANS.isdisjoint(names))
     with world(args.ranks, chosen, rank=args.rank, multiprocessors=args.multiprocessors) as here:
-        workload = _workload(args, args.device, build, layout, profile)
+        workload = _workload(args, args.device, build, layout, profile, wire)
         for name in names if not args.anyway else ():
             _check_that_it_fits(name, workload)
         turn = None if args.turn is None else FileLock(args.turn)
@@ -262,6 +266,7 @@ def _workload(
     build: Callable[[], nn.Module],
     layout: RankLayout,
     profile: HardwareProfile | None,
+    wire: WireFormat,
 ) -> Workload:
     mesh, tp = layout.meshes(kind)
     dtype = args.dtype or ("bf16" if kind == "cuda" else "fp32")
@@ -272,7 +277,8 @@ def _workload(
     if vocab_size is None:
         raise ValueError(f"--model {args.model}: its config has no vocab_size, so nothing is known about its tokens")
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-    parallelism = Parallelism(mesh, policy, not args.keep_unsharded, profile, args.embedding_lookup)
+    reshard = not args.keep_unsharded
+    parallelism = Parallelism(mesh, policy, reshard, profile, args.embedding_lookup, wire, args.wire_auto)
     return Workload(lambda: parallelized(build(), tp), args.batch, args.seq, vocab_size, device, parallelism, args.tp)
 
 

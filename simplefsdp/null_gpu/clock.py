@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
+from torch import Tensor
 
 from inductor_passes.scheduling.cost_graph import beside_collectives
 from simplefsdp.hardware.profile import HardwareProfile
@@ -46,6 +47,9 @@ HOST_LINK_BYTES_PER_S = 50e9
 BUCKET_COPIES = ("chunk_cat", "multi_tensor_apply", "CatArray", "direct_copy", "split_with_sizes_copy")
 """Kernels of torch's that copy members of a bucket into its buffer or out of it, by parts of their names."""
 _TRITON_BYTES = "triton bytes "
+_FORMAT_BYTES = "format bytes "
+_FORMATS = ("encode_kernel", "decode_kernel", "decode_sum_kernel", "encode_sum_kernel")
+"""Kernels of wire formats, which ``noting_triton_bytes`` notes."""
 
 
 class Sizes(NamedTuple):
@@ -106,11 +110,14 @@ class SimulatedStep(NamedTuple):
 
 @contextmanager
 def noting_triton_bytes(recorder: Recorder) -> Iterator[None]:
-    """Log, before each kernel of Triton's, the bytes that it reads and writes, as TorchInductor estimates them.
+    """Log, before each kernel of Triton's, the bytes that it reads and writes.
 
-    TorchInductor writes its estimates into kernels that are compiled while ``benchmark_combo_kernel`` is on.
+    Those of TorchInductor's are its estimates, which it writes into kernels that are compiled while
+    ``benchmark_combo_kernel`` is on; those of wire formats are their tensors'.
     """
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    from inductor_passes.ops import wire_formats_triton
 
     run = CachingAutotuner.run
 
@@ -119,11 +126,24 @@ def noting_triton_bytes(recorder: Recorder) -> Iterator[None]:
         recorder.note(f"{_TRITON_BYTES}{round(1e9 * gigabytes)}")
         return run(self, *args, **kwargs)
 
+    def noting(operator: Callable[..., None]) -> Callable[..., None]:
+        def noted_operator(read: Sequence[Tensor], written: Sequence[Tensor], *args: Any) -> None:
+            kernels = -(-len(read) // wire_formats_triton.MEMBERS)
+            recorder.note(f"{_FORMAT_BYTES}{sum(each.nbytes for each in (*read, *written)) // kernels}")
+            operator(read, written, *args)
+
+        return noted_operator
+
+    operators = {name: getattr(wire_formats_triton, name) for name in ("encode", "decode", "decode_sum", "encode_sum")}
     CachingAutotuner.run = noted  # type: ignore[method-assign]
+    for name, operator in operators.items():
+        setattr(wire_formats_triton, name, noting(operator))
     try:
         yield
     finally:
         CachingAutotuner.run = run  # type: ignore[method-assign]
+        for name, operator in operators.items():
+            setattr(wire_formats_triton, name, operator)
 
 
 def simulate(
@@ -212,6 +232,7 @@ class _Clock:
     awaited_bytes: int = 0
     """Bytes of the gather that the stream of compute last awaited: what a copy out copies."""
     triton_bytes: int | None = None
+    format_bytes: int = 0
     under_way: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=8))
     """Begin and end of the last collectives."""
     communication: float = 0.0
@@ -246,6 +267,8 @@ class _Clock:
         match what:
             case Note(text) if text.startswith(_TRITON_BYTES):
                 self.triton_bytes = int(text.removeprefix(_TRITON_BYTES))
+            case Note(text) if text.startswith(_FORMAT_BYTES):
+                self.format_bytes = int(text.removeprefix(_FORMAT_BYTES))
             case Kernel() | Matmul():
                 elements = what.m * what.n * what.batch if isinstance(what, Matmul) else 0
                 name = f"{what.m} x {what.k} x {what.n}" if isinstance(what, Matmul) else what.name
@@ -334,6 +357,8 @@ class _Clock:
         if what.name.startswith("triton_") and self.triton_bytes is not None:
             nbytes, self.triton_bytes = self.triton_bytes, None
             return "triton", self.profile.memory_s(max(1, nbytes))
+        if what.name in _FORMATS and self.format_bytes:
+            return "format", self.profile.memory_s(self.format_bytes)
         for kind, name, seconds in _KERNELS:
             if name in what.name:
                 return kind, seconds(self, i)

@@ -225,7 +225,7 @@ def simulated_table(found: Sequence[SimulatedResult]) -> str:
     rows = []
     for each in found:
         step = each.simulated
-        copying = sum(step.kernels_s.get(copy, 0.0) for copy in ("copy in", "copy out"))
+        copying = sum(step.kernels_s.get(copy, 0.0) for copy in ("copy in", "copy out", "format"))
         rows.append(
             [
                 each.system,

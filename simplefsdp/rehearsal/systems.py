@@ -29,6 +29,10 @@ class Parallelism(NamedTuple):
     """Profile for plans that are searched for, and for predictions of other plans."""
     embedding_lookup: str = "gather"
     """``embedding_lookup`` of ``simple_fsdp``; other systems gather."""
+    wire: WireFormat | None = None
+    """``wire`` of ``simple_fsdp``; other systems have no formats."""
+    narrows: bool = False
+    """Whether the planner of ``"auto"`` chooses what travels in its format."""
 
 
 class System(NamedTuple):
@@ -57,13 +61,13 @@ def simplefsdp_system(
     Args:
         budget: memory budget in bytes, for plans that are searched for.
         reshard: ``reshard_after_forward``, in place of the setting that all systems share.
-        wire: the format of all weights and gradients.
+        wire: the format of all weights and gradients, in place of that which all systems share.
         narrows: let the planner choose what travels in its format.
         ranks_per_node: ranks of a node, for reductions in two steps; ``None``: as the profile's network says.
     """
 
     def wrap(model: nn.Module, parallelism: Parallelism) -> Callable[[Tensor], Any]:
-        mesh, mp_policy, reshards, profile, embedding_lookup = parallelism
+        mesh, mp_policy, reshards, profile, embedding_lookup, of_all, all_narrow = parallelism
         chosen = reshards if reshard is None else reshard
         on_node = ranks_per_node
         if profile is not None and on_node is None:
@@ -73,12 +77,12 @@ def simplefsdp_system(
             mesh,
             mp_policy=mp_policy,
             reshard_after_forward=chosen,
-            wire=wire,
+            wire=of_all if wire is None else wire,
             ranks_per_node=on_node,
             embedding_lookup=embedding_lookup,
         )
         options: Any = {"plan": plan, "inductor": dict(inductor or {}), "memory_budget": budget}
-        if narrows:
+        if narrows or (all_narrow and plan == "auto"):
             options["wire"] = "auto"
         if plan != "none":
             options["profile"] = profile

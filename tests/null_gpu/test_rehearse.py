@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from simplefsdp.cli import main as cli
+from simplefsdp.null_gpu.clock import SHORTEST_KERNEL_S
 from simplefsdp.null_gpu.rank import communicators, null_rank
 
 pytestmark = [pytest.mark.xdist_group("rehearse"), pytest.mark.compile]
@@ -60,6 +61,35 @@ def test_the_table_of_a_hybrid_tensor_parallel_model(
     assert "as rank 0 of 16, tensor parallel over 2; simulated: structure of torch's own CUDA calls" in out
     assert "times of the profile h100/h100-8-nodes" in out
     assert out.count("| fsdp2-compile |") == 1
+
+
+def test_encoding_takes_what_its_bytes_take_and_what_travels_is_less(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found, spans = [], []
+    for wire in ("", "--wire-gather int8 --wire-reduce int8 --wire-between-nodes int4"):
+        rehearse(f"{DEBUG} --ranks 64 --json --trace {tmp_path} {wire}", monkeypatch)
+        found += json.loads(capsys.readouterr().out)["results"]
+        with gzip.open(tmp_path / "block.json.gz", "rt") as file:
+            spans.append([event for event in json.load(file)["traceEvents"] if event["ph"] == "X"])
+    plain, encoded = found
+    assert encoded["unknown"] == {}
+    assert encoded["collectives"] > plain["collectives"]  # reductions have two steps
+    gathered, gathered_encoded = (
+        [event["args"]["bytes"] for event in events if event["name"].startswith("all_gather")] for events in spans
+    )
+    # Of bf16 a byte is left, and the scales: 4 bytes for 128 values at most.
+    assert 0.5 * (1 + 4 / 128) < sum(gathered_encoded) / sum(gathered) < 0.6
+    encoding = [event["name"] for event in spans[1] if event["cat"] == "format"]
+    assert encoded["kernels_s"]["format"] >= len(encoding) * SHORTEST_KERNEL_S
+    assert "format" not in plain["kernels_s"]
+    # Each bucket is encoded and decoded, a gradient's sums over a node too.
+    reduced = sum(event["name"] == "reduce_scatter" for event in spans[0])
+    assert [encoding.count(name) for name in ("encode_kernel", "decode_kernel", "encode_sum_kernel")] == [
+        len(gathered_encoded) + reduced,
+        len(gathered_encoded),
+        reduced,
+    ]
 
 
 def test_communicators_have_the_ranks_of_their_groups() -> None:

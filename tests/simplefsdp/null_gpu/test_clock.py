@@ -88,6 +88,8 @@ def test_kernels_take_what_their_bytes_take() -> None:
     in_pieces = kernel("multi_tensor_apply"), kernel("multi_tensor_apply"), gather()
     assert simulated(*in_pieces).kernels_s == {"copy in": pytest.approx(2 * 2e-6)}  # the shortest kernel
     assert simulated(Note("triton bytes 5000000"), kernel("triton_poi")).kernels_s == {"triton": pytest.approx(5e-6)}
+    of_bucket = Note("format bytes 3000000"), kernel("decode_kernel"), kernel("decode_kernel")
+    assert simulated(*of_bucket).kernels_s == {"format": pytest.approx(2 * 3e-6)}
     assert simulated(kernel("bfloat16_copy_BFloat16", 10**6)).kernels_s == {"elementwise": pytest.approx(4e-6)}
     assert simulated(kernel("fused_adam")).kernels_s == {"optimizer": pytest.approx(28e-3)}
     assert simulated(kernel("flash_fwd_kernel")).kernels_s == {"attention": pytest.approx(4e-6)}
