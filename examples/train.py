@@ -13,7 +13,7 @@ import resource
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
 from inductor_passes.ops.wire_formats import GATHER_FORMATS, REDUCE_FORMATS
-from simplefsdp import Ranger21, WireFormat, clip_grad_norm_, galore, muon, simple_fsdp
+from simplefsdp import Ranger21, WireFormat, clip_grad_norm_, galore, muon, simple_fsdp, wire_errors
 from simplefsdp.frontend.embedding_lookup import LOOKUPS
 from simplefsdp.models import llama
+from simplefsdp.training.wire_errors import WireError
 
 from . import checkpoints, data
 
@@ -54,6 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--wire-gather", choices=GATHER_FORMATS, help="format in which weights travel (default: as they are)")
     add("--wire-reduce", choices=REDUCE_FORMATS, help="format in which gradients travel (default: as they are)")
     add("--wire-between-nodes", choices=REDUCE_FORMATS, help="their format between nodes (default: as --wire-reduce)")
+    add("--wire-errors-every", type=int, metavar="STEPS", help="log how far off a block's weights and gradients are")
     add("--keep-unsharded", action="store_true", help="reshard_after_forward=False: more memory, no second gather")
     add("--plan", default="block", help="bucketing plan of the backend")
     add("--lower-with", choices=["inductor", "aot_eager"], default="inductor")
@@ -64,6 +66,9 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--resume {args.resume}: no such checkpoint")
     if args.checkpoint_every is not None and args.checkpoint_every < 1:
         parser.error(f"--checkpoint-every {args.checkpoint_every}: expected a positive number")
+    formats = args.wire_gather or args.wire_reduce
+    if args.wire_errors_every is not None and not (formats and args.wire_errors_every > 0):
+        parser.error("--wire-errors-every: needs a positive number, and --wire-gather or --wire-reduce")
     return args
 
 
@@ -112,6 +117,8 @@ def main() -> None:
         loss = compiled(tokens, targets)
         loss.backward()
         norm = clip_grad_norm_(model.parameters(), args.clip)
+        if args.wire_errors_every and step % args.wire_errors_every == 0:
+            log.wire_errors(step, wire_errors(model, f"layers.{step // args.wire_errors_every % len(model.layers)}.*"))
         optimizer.step()
         optimizer.zero_grad()
         log.step(step, mean_over_ranks(loss), norm, learning_rate(step, args), time.perf_counter() - started, tokens)
@@ -239,6 +246,14 @@ class Log:
             f"loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s, {seconds:.3f} s/step, peak {peak / 2**30:.2f} GiB"
         )
         self.bar.update()
+
+    def wire_errors(self, step: int, errors: Mapping[str, WireError]) -> None:
+        """Show the largest errors of some parameters' weights and gradients, of this rank's shards."""
+        for name, direction in (("weight", "gather"), ("gradient", "reduce")):
+            found = {fqn: error for fqn, each in errors.items() if (error := getattr(each, direction)) is not None}
+            if found:
+                worst = max(found, key=found.__getitem__)
+                self.print(f"step {step}: wire error of {name}s {found[worst]:.2%} at most ({worst})")
 
     def close(self) -> None:
         if self.rank == 0:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from simplefsdp.training.optimizers.muon import muon
     from simplefsdp.training.optimizers.on_shards import step_on_shards
     from simplefsdp.training.optimizers.ranger21 import Ranger21
+    from simplefsdp.training.wire_errors import wire_errors
 
 __all__ = [
     "BucketPlan",
@@ -50,6 +51,7 @@ __all__ = [
     "sharded_init",
     "simple_fsdp",
     "step_on_shards",
+    "wire_errors",
 ]
 
 _MODULES = {
@@ -70,6 +72,7 @@ _MODULES = {
     "sharded_init": "frontend.initialization",
     "simple_fsdp": "api",
     "step_on_shards": "training.optimizers.on_shards",
+    "wire_errors": "training.wire_errors",
 }
 """The module of each public name."""
 

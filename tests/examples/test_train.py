@@ -47,10 +47,13 @@ def test_the_line_that_a_run_prints_resumes_it_bitwise(tmp_path):
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+WATCHED = ["--wire-gather", "int8", "--wire-reduce", "int8", "--wire-errors-every", "5"]
+
+
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--mixed-precision", "bf16", "--activation-checkpointing", "selective"],
+        ["--mixed-precision", "bf16", "--activation-checkpointing", "selective", *WATCHED],
         ["--activation-checkpointing", "block", "--keep-unsharded", "--plan", "none", "--optimizer", "muon"],
         ["--optimizer", "ranger21", "--plan", "none"],
         ["--optimizer", "galore", "--moments", "factored", "--plan", "none"],
@@ -66,6 +69,12 @@ def test_options_learn_a_repetitive_text(tmp_path, flags):
     found = re.search(r"^validation loss (\S+)$", printed, re.MULTILINE)
     assert found
     assert float(found[1]) < 2.5
+    errors = re.findall(r"^step (\d+): wire error of (\w+) (\S+)% at most \(layers", printed, re.MULTILINE)
+    steps = range(0, 20, 5) if "--wire-errors-every" in flags else []
+    assert [(int(step), what) for step, what, _ in errors] == [
+        (n, what) for n in steps for what in ("weights", "gradients")
+    ]
+    assert all(0 < float(error) < 3 for *_, error in errors)
 
 
 @pytest.mark.slow
