@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -67,7 +68,12 @@ def simplefsdp(
 
 
 def trace_cost_graphs(
-    step: Callable[..., Any], inputs: Sequence[Any], profile: HardwareProfile, *, cast_in_matmuls: bool = False
+    step: Callable[..., Any],
+    inputs: Sequence[Any],
+    profile: HardwareProfile,
+    *,
+    cast_in_matmuls: bool = False,
+    narrows: bool = False,
 ) -> list[CostGraph] | None:
     """Trace ``step(*inputs)`` as far as there is something to plan, and run and lower nothing.
 
@@ -75,6 +81,7 @@ def trace_cost_graphs(
         step: a function without graph breaks, of a sharded model.
         profile: what compute and collectives cost.
         cast_in_matmuls: whether matmuls cast gradients, as they do on a GPU without a memory budget.
+        narrows: whether the plan may drop wire formats.
 
     Returns:
         The forward and the backward graph as their schedule sees them; ``None`` if nothing in ``step`` is trained.
@@ -94,7 +101,7 @@ def trace_cost_graphs(
 
     def trace(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         parsed = parse_options({"profile": profile, "plan": "block"})
-        passes = Passes(compilation_context(example_inputs, parsed))
+        passes = Passes(replace(compilation_context(example_inputs, parsed), narrows=narrows))
         _inductor(
             gm,
             example_inputs,

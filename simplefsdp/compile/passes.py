@@ -209,8 +209,10 @@ class Passes:
 
         def is_allowed(collective: Collective) -> bool:
             reduction = reduced[collective.fqns[0]]
-            member_s, made_in = reduction.kind.member_s, reduction.ready_slot - 1
-            if member_s is None or member_s >= reduction.nbytes * reduction.kind.copy_s_per_byte or made_in < 0:
+            kind, made_in = reduction.kind, reduction.ready_slot - 1
+            if self.given.narrows:  # a plan leaves most gradients as they are
+                kind = kind.plain or kind
+            if kind.member_s is None or kind.member_s >= reduction.nbytes * kind.copy_s_per_byte or made_in < 0:
                 return False
             return costs.live_bytes_in_step[made_in] + reduction.nbytes - reduction.gradient_bytes <= highest
 

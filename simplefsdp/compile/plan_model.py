@@ -240,7 +240,11 @@ def _traced(model: nn.Module, job: PlanJob) -> Sequence[CostGraph]:
 
     try:
         costs = trace_cost_graphs(
-            loss, (tokens, tokens), job.profile, cast_in_matmuls=job.profile.device_bytes is not None
+            loss,
+            (tokens, tokens),
+            job.profile,
+            cast_in_matmuls=job.profile.device_bytes is not None,
+            narrows=job.narrows,
         )
     except torch._dynamo.exc.Unsupported as error:
         raise ValueError(

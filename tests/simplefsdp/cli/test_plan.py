@@ -189,6 +189,22 @@ def test_wire_formats_are_planned(
     assert ("sent as" in auto) == bool(found["auto"].wire)
 
 
+@pytest.mark.slow
+@pytest.mark.compile
+def test_matmuls_cast_gradients_that_a_plan_may_leave_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient that is encoded for certain is read in bfloat16, which is fewer bytes."""
+    cast = {}
+    for name, args in {"given": [], "auto": ["--wire-auto"]}.items():
+        wide = ["--model", "llama3-1b", "--layers", 2, "--ranks", 8, "--profile", "h100", "--seq", 128]
+        plan(monkeypatch, *wide, "--wire-reduce", "int8", *args, "--out", tmp_path / name)
+        (explanation,) = read(tmp_path / name).values()
+        cast[name] = {each.fqn: each.copied_from is None for each in explanation.costs.backward.reductions}
+    assert cast["auto"]["layers.0.feed_forward.w1.weight"]
+    assert not cast["given"]["layers.0.feed_forward.w1.weight"]
+
+
 def test_over_several_nodes_gradients_in_a_format_are_planned_in_two_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
