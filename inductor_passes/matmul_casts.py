@@ -37,6 +37,42 @@ def cast_in_matmuls(graph: Graph, is_allowed: Callable[[Collective], bool]) -> l
     return replaced
 
 
+def cast_what_is_encoded(graph: Graph) -> list[str]:
+    """Undo ``cast_in_matmuls`` for gradients in a wire format, whose encoding casts them and reads fewer bytes so.
+
+    Return the FQNs of these gradients.
+    """
+    undone: list[str] = []
+    for reduction in reductions(graph):
+        views: list[Node] = []
+        matmul = reduction.input
+        while is_view(matmul):
+            views.insert(0, matmul)
+            matmul = matmul.all_input_nodes[0]
+        if reduction.wire_format is not None and matmul.target is torch.ops.aten.mm.dtype:
+            _cast_behind(graph, matmul, views, reduction.node)
+            undone += reduction.fqns
+    graph.lint()
+    return undone
+
+
+def _cast_behind(graph: Graph, matmul: Node, views: list[Node], reduction: Node) -> None:
+    *factors, dtype = matmul.args
+    own = matmul.all_input_nodes[0].meta["val"].dtype
+    with graph.inserting_before(matmul):
+        rounded = graph.call_function(_MATMUL, tuple(factors))
+    rounded.meta = {**matmul.meta, "val": matmul.meta["val"].to(own)}
+    matmul.replace_all_uses_with(rounded)
+    graph.erase_node(matmul)
+    for view in views:
+        view.meta["val"] = view.meta["val"].to(own)
+    last = views[-1] if views else rounded
+    with graph.inserting_before(reduction):
+        cast = graph.call_function(torch.ops.prims.convert_element_type.default, (last, dtype))
+    cast.meta = {**last.meta, "val": last.meta["val"].to(dtype)}
+    reduction.replace_input_with(last, cast)
+
+
 def _from_matmul(reduction: Collective) -> tuple[Node, list[Node], Node] | None:
     """Return the matmul that makes a reduction's gradient, the views of its result, and the cast of the last view."""
     cast, alone = reduction.input, reduction.node.target is REDUCE_SCATTER and reduction.all_reduce_after is None

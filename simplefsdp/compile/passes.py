@@ -14,7 +14,7 @@ from inductor_passes.cast_before_gather import cast_before_gather
 from inductor_passes.collectives import Collective, GraphParameter, identify, reductions
 from inductor_passes.compile_once import compile_once, render_bodies
 from inductor_passes.fusion_order import put_fused_together
-from inductor_passes.matmul_casts import cast_in_matmuls
+from inductor_passes.matmul_casts import cast_in_matmuls, cast_what_is_encoded
 from inductor_passes.order import order_graph
 from inductor_passes.own_rows import make_own_rows
 from inductor_passes.partition import partition
@@ -210,7 +210,7 @@ class Passes:
         def is_allowed(collective: Collective) -> bool:
             reduction = reduced[collective.fqns[0]]
             kind, made_in = reduction.kind, reduction.ready_slot - 1
-            if self.given.narrows:  # a plan leaves most gradients as they are
+            if self.given.narrows:  # a plan leaves most gradients as they are; see cast_what_is_encoded
                 kind = kind.plain or kind
             if kind.member_s is None or kind.member_s >= reduction.nbytes * kind.copy_s_per_byte or made_in < 0:
                 return False
@@ -253,6 +253,8 @@ class Passes:
         for graph, gathers in ((forward, plan.forward), (backward, plan.backward)):
             assign(graph, gathers, plan.reductions)
             choose_formats(graph, *plan.narrowed)
+        if self.given.narrows:
+            cast_what_is_encoded(backward)
         self._dump_text("plan.json", plan.to_json())
 
     def _dump(self, step: str, graph: Graph) -> None:

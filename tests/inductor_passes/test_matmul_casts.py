@@ -8,9 +8,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
-from inductor_passes.collectives import FQNS, Collective, reductions
+from inductor_passes.collectives import FQNS, WIRE_FORMAT, Collective, before_cast_and_pad, reductions
 from inductor_passes.fusion import can_be_reduced_in_place
-from inductor_passes.matmul_casts import cast_in_matmuls
+from inductor_passes.matmul_casts import cast_in_matmuls, cast_what_is_encoded
 from tests.graphs import ALL_REDUCE, REDUCE_SCATTER, WAIT, nodes
 
 _aten = torch.ops.aten
@@ -85,6 +85,24 @@ def test_any_other_gradient_stays_as_it_is(changes: dict[str, Any]) -> None:
     before = str(graph)
     assert cast_in_matmuls(graph, yes) == []
     assert str(graph) == before
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_a_gradient_that_is_encoded_after_all_is_cast_behind_its_matmul_again() -> None:
+    graph = gradient()
+    cast_in_matmuls(graph, yes)
+    assert cast_what_is_encoded(graph) == []
+    assert nodes(graph, _aten.mm.dtype)
+    (issued,) = nodes(graph, REDUCE_SCATTER)
+    issued.meta[WIRE_FORMAT] = "int8"
+    assert cast_what_is_encoded(graph) == ["weight"]
+    (matmul,) = nodes(graph, _aten.mm.default)
+    assert not nodes(graph, _aten.mm.dtype)
+    (cast,) = nodes(graph, torch.ops.prims.convert_element_type.default)
+    assert issued.args[0] is cast
+    assert cast.meta["val"].dtype is torch.float32
+    assert before_cast_and_pad(cast) is cast.args[0]
+    assert {node.meta["val"].dtype for node in (matmul, *nodes(graph, _aten.t.default))} == {torch.bfloat16}
 
 
 @pytest.mark.usefixtures("one_of_four")
