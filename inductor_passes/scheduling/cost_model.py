@@ -8,6 +8,7 @@ the model's own, but coalesced ones, take their time where they are issued, as i
 """
 
 import math
+import statistics
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -234,6 +235,8 @@ EquivalentGroups = Mapping[tuple[int, ...], Sequence[Sequence[int]]]
 _NONE: EquivalentGroups = MappingProxyType({})
 
 _LARGE = 1 << 30
+_LARGE_WEIGHT = 4
+"""How many times as large as the median of a graph's weights a large one is."""
 _COPIED = 16 << 20
 """Bytes of a typical bucket: the speed of memory depends on the size of a copy."""
 
@@ -267,9 +270,16 @@ def cost_graph_of(
         return max(index, runs_at.get(cost.runs.get(compute[index], compute[index]), index))
 
     ready = {fqn: made and runs(made - 1) + 1 for fqn, made in at.ready_slot.items()}
+
+    def last_read(fqn: str) -> int:
+        """Return where the last compute node that reads a weight runs: where its region does, if it is fused."""
+        last = at.last_use_slot.get(fqn, at.first_use_slot[fqn])
+        return last if last == len(compute) else runs(last)  # the former if nothing reads it
+
     exchanges = [i for i, node in enumerate(compute) if EXCHANGED in node.meta]
     behind = [i + 1 for i in exchanges]
-    marks = sorted({0, len(compute), *exchanges, *behind, *at.first_use_slot.values(), *ready.values()})
+    free = [min(last_read(fqn) + 1, len(compute)) for fqn in _large_weights(graph)]
+    marks = sorted({0, len(compute), *exchanges, *behind, *free, *at.first_use_slot.values(), *ready.values()})
     slot = {mark: i for i, mark in enumerate(marks)}
     seconds = [cost.seconds.get(node, 0.0) for node in compute]
     contention = [cost.contention.get(node, 0.0) for node in compute]
@@ -298,11 +308,6 @@ def cost_graph_of(
 
     def step_of(index: int) -> int:
         return bisect_right(marks, index) - 1
-
-    def last_read(fqn: str) -> int:
-        """Return where the last compute node that reads a weight runs: where its region does, if it is fused."""
-        last = at.last_use_slot.get(fqn, at.first_use_slot[fqn])
-        return last if last == len(compute) else runs(last)  # the former if nothing reads it
 
     reduced = [
         Reduction(
@@ -352,6 +357,16 @@ def cost_graph_of(
         else (),
         tuple(slot[i] for i in exchanges),
     )
+
+
+def _large_weights(graph: Graph) -> list[str]:
+    """Return the FQNs of weights that are much larger than most, as those of embeddings and output layers are.
+
+    A step ends where the last kernel has run that reads one: its memory is free in the rest of that step, in which a
+    large gradient may be made.
+    """
+    nbytes = {gather.fqns[0]: _nbytes(gather.node) for gather in gathers(graph)}
+    return [fqn for fqn, size in nbytes.items() if size > _LARGE_WEIGHT * statistics.median(nbytes.values())]
 
 
 def _most_in_use(during: Sequence[int], begin: int, end: int, made: Iterable[tuple[int, int]]) -> int:

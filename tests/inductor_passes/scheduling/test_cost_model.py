@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from inductor_passes.fusion import adds_rows
 from inductor_passes.fusion_order import put_fused_together
-from inductor_passes.scheduling.cost_graph import CostGraph
+from inductor_passes.scheduling import cost_model
+from inductor_passes.scheduling.cost_graph import CostGraph, Gather
 from inductor_passes.scheduling.cost_model import cost_graph_of, node_costs
 from inductor_passes.scheduling.issue_points import Schedule, ScheduledBucket
 from inductor_passes.scheduling.replay import replay
@@ -212,6 +213,27 @@ def test_a_gradient_is_complete_when_its_kernel_has_also_added_rows_to_a_table()
     seconds = node_costs(graph, Rates()).seconds[put]
     square, numbers = 4 * 4 * 4, 4 * 8
     assert seconds == pytest.approx((2 * square + scale.nbytes + 2 * (square + numbers) + numbers) / 1000)
+
+
+def test_the_memory_of_a_large_weight_is_free_when_its_last_reader_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward reads the frozen output layer's weight, and then makes a gradient before the next weight is read."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(8, 8, bias=False), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(8, 64, bias=False).requires_grad_(False))
+    captured = capture(simple_fsdp(model), torch.ones(3, 8))
+
+    def output() -> tuple[CostGraph, Gather]:
+        costs = cost_graph_of(captured.backward, Rates())
+        return costs, max(costs.gathers, key=lambda gather: gather.nbytes)
+
+    costs, weight = output()
+    assert weight.nbytes == 64 * 8 * 4
+    # The step reads the weight by one matmul, and nothing else is in it.
+    assert costs.seconds[weight.last_use_slot] == pytest.approx(2 * 3 * 64 * 8)
+    monkeypatch.setattr(cost_model, "_LARGE_WEIGHT", 64)  # it is that many times as large, and not more
+    coarse, weight = output()
+    assert len(coarse.seconds) == len(costs.seconds) - 1
+    assert coarse.seconds[weight.last_use_slot] > 2 * 3 * 64 * 8
+    assert sum(coarse.seconds) == pytest.approx(sum(costs.seconds))
 
 
 class Picked(nn.Module):
