@@ -117,7 +117,7 @@ def main() -> None:
         loss = compiled(tokens, targets)
         loss.backward()
         norm = clip_grad_norm_(model.parameters(), args.clip)
-        if args.wire_errors_every and step % args.wire_errors_every == 0:
+        if log.rank == 0 and args.wire_errors_every and step % args.wire_errors_every == 0:
             log.wire_errors(step, wire_errors(model, f"layers.{step // args.wire_errors_every % len(model.layers)}.*"))
         optimizer.step()
         optimizer.zero_grad()

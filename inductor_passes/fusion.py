@@ -124,7 +124,7 @@ def fused_regions(graph: Graph) -> dict[Node, Node]:
         if computes(node) and (is_fused(node) or adds_rows(node)):
             first[node] = node
             for source in sources_of(node)[adds_rows(node) :]:
-                if source in first and depth[source] == depth[node] and not adds_rows(source):
+                if source in first and depth[source] == depth[node]:
                     one, other = sorted((root(source), root(node)))
                     first[other] = one
     return {node: root(node) for node in first}

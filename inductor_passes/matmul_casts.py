@@ -10,6 +10,7 @@ twice the memory from the matmul on instead of from the cast on. ``lower_with="a
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -18,6 +19,7 @@ from inductor_passes.collectives import CASTS, REDUCE_SCATTER, Collective, reduc
 from inductor_passes.fusion import is_view
 
 _MATMUL = torch.ops.aten.mm.default
+_CASTING_MATMUL = torch.ops.aten.mm.dtype
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -44,33 +46,12 @@ def cast_what_is_encoded(graph: Graph) -> list[str]:
     """
     undone: list[str] = []
     for reduction in reductions(graph):
-        views: list[Node] = []
-        matmul = reduction.input
-        while is_view(matmul):
-            views.insert(0, matmul)
-            matmul = matmul.all_input_nodes[0]
-        if reduction.wire_format is not None and matmul.target is torch.ops.aten.mm.dtype:
+        matmul, views = _behind_views(reduction.input)
+        if reduction.wire_format is not None and matmul.target is _CASTING_MATMUL:
             _cast_behind(graph, matmul, views, reduction.node)
             undone += reduction.fqns
     graph.lint()
     return undone
-
-
-def _cast_behind(graph: Graph, matmul: Node, views: list[Node], reduction: Node) -> None:
-    *factors, dtype = matmul.args
-    own = matmul.all_input_nodes[0].meta["val"].dtype
-    with graph.inserting_before(matmul):
-        rounded = graph.call_function(_MATMUL, tuple(factors))
-    rounded.meta = {**matmul.meta, "val": matmul.meta["val"].to(own)}
-    matmul.replace_all_uses_with(rounded)
-    graph.erase_node(matmul)
-    for view in views:
-        view.meta["val"] = view.meta["val"].to(own)
-    last = views[-1] if views else rounded
-    with graph.inserting_before(reduction):
-        cast = graph.call_function(torch.ops.prims.convert_element_type.default, (last, dtype))
-    cast.meta = {**last.meta, "val": last.meta["val"].to(dtype)}
-    reduction.replace_input_with(last, cast)
 
 
 def _from_matmul(reduction: Collective) -> tuple[Node, list[Node], Node] | None:
@@ -78,25 +59,49 @@ def _from_matmul(reduction: Collective) -> tuple[Node, list[Node], Node] | None:
     cast, alone = reduction.input, reduction.node.target is REDUCE_SCATTER and reduction.all_reduce_after is None
     if not alone or cast.target not in CASTS or len(cast.users) != 1 or cast.meta["val"].dtype is not torch.float32:
         return None
-    views: list[Node] = []
-    node = cast.all_input_nodes[0]
-    while is_view(node) and len(node.users) == 1:
-        views.insert(0, node)
-        node = node.all_input_nodes[0]
+    node, views = _behind_views(cast.all_input_nodes[0])
     value = node.meta["val"]
     if node.target is not _MATMUL or len(node.users) != 1 or value.dtype not in _HALF:
         return None
     return node, views, cast
 
 
+def _behind_views(node: Node) -> tuple[Node, list[Node]]:
+    """Return the node of which ``node`` is a view that nothing else reads, and the views on the way, ``node`` last."""
+    views: list[Node] = []
+    while is_view(node) and len(node.users) == 1:
+        views.insert(0, node)
+        node = node.all_input_nodes[0]
+    return node, views
+
+
 def _cast_in(graph: Graph, matmul: Node, views: list[Node], cast: Node) -> None:
     dtype = cast.meta["val"].dtype
-    with graph.inserting_before(matmul):
-        whole = graph.call_function(torch.ops.aten.mm.dtype, (*matmul.args, dtype))
-    whole.meta = {**matmul.meta, "val": matmul.meta["val"].to(dtype)}
-    matmul.replace_all_uses_with(whole)
-    for view in views:
-        view.meta["val"] = view.meta["val"].to(dtype)
+    _replace_matmul(graph, matmul, views, _CASTING_MATMUL, (*matmul.args, dtype), dtype)
     cast.replace_all_uses_with(cast.all_input_nodes[0])
     graph.erase_node(cast)
+
+
+def _cast_behind(graph: Graph, matmul: Node, views: list[Node], reduction: Node) -> None:
+    gradient = reduction.all_input_nodes[0]
+    dtype, own = gradient.meta["val"].dtype, matmul.all_input_nodes[0].meta["val"].dtype
+    made = _replace_matmul(graph, matmul, views, _MATMUL, matmul.args[:2], own)
+    last = views[-1] if views else made
+    with graph.inserting_before(reduction):
+        cast = graph.call_function(torch.ops.prims.convert_element_type.default, (last, dtype))
+    cast.meta = {**last.meta, "val": last.meta["val"].to(dtype)}
+    reduction.replace_input_with(last, cast)
+
+
+def _replace_matmul(
+    graph: Graph, matmul: Node, views: list[Node], target: Any, args: tuple[Any, ...], dtype: torch.dtype
+) -> Node:
+    """Make ``matmul``, and so the views of its result, in ``dtype``, and return the new matmul."""
+    with graph.inserting_before(matmul):
+        made = graph.call_function(target, args)
+    made.meta = {**matmul.meta, "val": matmul.meta["val"].to(dtype)}
+    matmul.replace_all_uses_with(made)
     graph.erase_node(matmul)
+    for view in views:
+        view.meta["val"] = view.meta["val"].to(dtype)
+    return made

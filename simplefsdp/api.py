@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
@@ -50,7 +49,7 @@ from simplefsdp.frontend.validation import (
 )
 from simplefsdp.frontend.wire_format import WireFormat, sends_less_to_replicas
 from simplefsdp.plan.grouping import blocks
-from simplefsdp.text.messages import unknown
+from simplefsdp.text.messages import matching
 
 Model = TypeVar("Model", bound=nn.Module)
 Choice = TypeVar("Choice")
@@ -399,8 +398,5 @@ def _per_parameter(
         return dict.fromkeys(fqns, value)
     chosen = dict.fromkeys(fqns, default)
     for pattern, choice in value.items():
-        matched = [fqn for fqn in fqns if fnmatchcase(fqn, pattern)]
-        if not matched:
-            raise ValueError(f"{option}: " + unknown("pattern", pattern, fqns))
-        chosen.update(dict.fromkeys(matched, choice))
+        chosen.update(dict.fromkeys(matching(option, "pattern", pattern, fqns), choice))
     return chosen

@@ -366,7 +366,8 @@ def _large_weights(graph: Graph) -> list[str]:
     large gradient may be made.
     """
     nbytes = {gather.fqns[0]: _nbytes(gather.node) for gather in gathers(graph)}
-    return [fqn for fqn, size in nbytes.items() if size > _LARGE_WEIGHT * statistics.median(nbytes.values())]
+    most = _LARGE_WEIGHT * statistics.median(nbytes.values()) if nbytes else 0
+    return [fqn for fqn, size in nbytes.items() if size > most]
 
 
 def _most_in_use(during: Sequence[int], begin: int, end: int, made: Iterable[tuple[int, int]]) -> int:

@@ -1,7 +1,6 @@
 """``wire_errors``: how far off weights and gradients are that travel in a wire format, while a model trains."""
 
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS
 from inductor_passes.torch_compat.dtensor import local_tensor
 from simplefsdp.frontend.gradient_accumulation import sharded_attributes
-from simplefsdp.text.messages import unknown
+from simplefsdp.text.messages import matching
 
 
 class WireError(NamedTuple):
@@ -51,9 +50,7 @@ def wire_errors(model: nn.Module, parameters: str = "*") -> dict[str, WireError]
     }
     if not formats:
         raise ValueError("model: no parameter travels in a wire format; see simple_fsdp(wire=...)")
-    found = [fqn for fqn in formats if fnmatchcase(fqn, parameters)]
-    if not found:
-        raise ValueError("parameters: " + unknown("pattern", parameters, formats))
+    found = matching("parameters", "pattern", parameters, formats)
     norms: list[Tensor] = []  # of an error, and of what was sent
     places: dict[tuple[str, str], int] = {}
     for fqn in found:

@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from simplefsdp.text.messages import unknown
+from simplefsdp.text.messages import matching
 
 
 def hidden_matrices(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -46,22 +45,10 @@ def split_parameters(
     if isinstance(adamw, str):
         raise TypeError(f"adamw: expected a list of patterns, found {adamw!r}")
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    others = {name for pattern in adamw for name in matching("adamw", pattern, named)}
+    others = {name for pattern in adamw for name in matching("adamw", "parameter", pattern, named)}
     hidden = {
         name: param
         for name, param in hidden_matrices(model, named).items()
         if name not in others and min(param.shape[0], math.prod(param.shape[1:])) >= shortest_side
     }
     return hidden, {name: param for name, param in named.items() if name not in hidden}
-
-
-def matching(option: str, pattern: str, named: Mapping[str, Tensor]) -> list[str]:
-    """Return names that match a glob.
-
-    Raises:
-        ValueError: there is none; the message has the option and the nearest name.
-    """
-    found = [name for name in named if fnmatchcase(name, pattern)]
-    if not found:
-        raise ValueError(f"{option}: {unknown('parameter', pattern, named)}")
-    return found

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from simplefsdp.text.messages import matching
 from simplefsdp.training.optimizers.distribute import EXCHANGE_BYTES, distribute_optimizer
-from simplefsdp.training.optimizers.hidden import matching, split_parameters
+from simplefsdp.training.optimizers.hidden import split_parameters
 from simplefsdp.training.optimizers.newton_schulz import Muon, Scale
 
 log = logging.getLogger("simplefsdp")
@@ -65,7 +66,7 @@ def muon(
         raise ValueError("model: it has no hidden matrix that muon could step")
     pieces = dict.fromkeys(hidden, 1)
     for pattern, count in (split_rows or {}).items():
-        pieces |= dict.fromkeys(matching("split_rows", pattern, hidden), count)
+        pieces |= dict.fromkeys(matching("split_rows", "parameter", pattern, hidden), count)
     groups: list[dict[str, Any]] = [
         {
             "params": [hidden[name] for name in hidden if pieces[name] == count],
