@@ -18,7 +18,6 @@ from inductor_passes.collectives import GraphParameter
 from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import parse_options
 from simplefsdp.compile.passes import Passes
-from simplefsdp.frontend.encoded_collectives import encoded_by_passes
 
 PARTITIONERS: dict[str, Callable[..., Any]] = {
     "min_cut": min_cut_rematerialization_partition,
@@ -79,7 +78,7 @@ def capture(
         def lower(module: GraphModule, _inputs: Any) -> Any:
             return make_boxed_func(module.forward)
 
-        with encoded_by_passes():
+        with passes.tracing(gm, example_inputs, lambda: decompositions):
             return aot_autograd(
                 fw_compiler=lower,
                 inference_compiler=infer,

@@ -1,11 +1,14 @@
 """Graphs as AOTAutograd makes and partitions them: what their inputs and outputs stand for, and where partitioners need
 help."""
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+from functorch.compile import default_partition, make_boxed_func
 from functorch.compile import min_cut_rematerialization_partition as min_cut_rematerialization_partition
+from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -14,6 +17,8 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTOutput,
     TangentAOTInput,
 )
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._guards import TracingContext, tracing
 from torch.fx import Graph, GraphModule, Node
 
 TANGENTS_ARE_HELD = not hasattr(torch.autograd.Function, "boxed_grads_call")
@@ -21,6 +26,55 @@ TANGENTS_ARE_HELD = not hasattr(torch.autograd.Function, "boxed_grads_call")
 (pytorch/pytorch#177837)."""
 
 PartitionedGraphs = tuple[GraphModule, GraphModule]
+
+
+def trace_by_itself(
+    function: GraphModule,
+    operands: Sequence[Tensor],
+    decompositions: Mapping[Any, Any] | None,
+    prepare: Callable[[GraphModule], object],
+) -> tuple[GraphModule, GraphModule | None]:
+    """Return the forward and the backward graph of a part of the graph that is being compiled.
+
+    The forward returns the results and what the backward reads before the gradients of the results. Without gradients
+    (``torch.no_grad``, or nothing that requires one) there is no backward.
+
+    Args:
+        function: a graph of Dynamo's; it writes to none of its inputs, and its results share no memory.
+        operands: what it is called with, whose values do not count.
+        decompositions: of operators, as ``aot_autograd`` takes them.
+        prepare: is called with the joint graph.
+    """
+    context = TracingContext.get()
+    assert context.fake_mode is not None
+    with context.fake_mode:
+        examples = tuple(
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+            for x in operands
+        )
+    found: list[GraphModule] = []
+
+    def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_kwargs: Any) -> PartitionedGraphs:
+        prepare(joint)
+        found.extend(default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs))
+        return found[0], found[1]
+
+    def forward_alone(graph: GraphModule, _inputs: Sequence[Any]) -> Any:
+        prepare(graph)
+        found.append(graph)
+        return make_boxed_func(graph.forward)
+
+    with tracing(TracingContext(context.fake_mode)):
+        aot_module_simplified(
+            function,
+            examples,
+            fw_compiler=lambda graph, _inputs: make_boxed_func(graph.forward),
+            inference_compiler=cast(Any, forward_alone),
+            partition_fn=partition,
+            decompositions=cast(Any, decompositions),
+            keep_inference_input_mutations=True,
+        )
+    return found[0], found[1] if len(found) > 1 else None
 
 
 def parameter_inputs(graph: Graph) -> dict[int, Node]:

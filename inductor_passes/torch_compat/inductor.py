@@ -13,6 +13,7 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._inductor.custom_graph_pass import get_hash_for_files as get_hash_for_files
+from torch.fx import GraphModule
 
 FREE_AT_LAST_USE: dict[str, Any] = {"allow_buffer_reuse": False}
 """Inductor configuration under which generated code frees memory behind its last use.
@@ -77,6 +78,33 @@ def register_lowering(op: Any, lowering: Callable[..., Any]) -> None:
     from torch._inductor import lowering as inductor_lowering
 
     inductor_lowering.register_lowering(op, type_promotion_kind=None)(lowering)
+
+
+def joint_graph_passes(module: GraphModule, options: Mapping[str, Any]) -> None:
+    """Run the passes that TorchInductor runs on joint graphs, but for that which numbers the seeds of a graph.
+
+    Args:
+        module: any graph.
+        options: of TorchInductor.
+    """
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes as passes  # seconds to import
+
+    value = next((node.meta["val"] for node in module.graph.find_nodes(op="placeholder")), None)
+    with inductor_config.patch({**options, "joint_custom_post_pass": None, "fallback_random": True}):
+        passes(module, getattr(value, "device", None))
+
+
+def number_seeds(module: GraphModule) -> None:
+    """Let random operators of a graph draw from seeds of TorchInductor's, as it does in joint graphs."""
+    from torch._inductor.fx_passes.replace_random import replace_random_passes  # seconds to import
+
+    if not inductor_config.fallback_random:
+        replace_random_passes(module)
+
+
+def sees_joint_graphs(options: Mapping[str, Any]) -> bool:
+    """Return whether a pass of the user's is the first to see TorchInductor's joint graphs."""
+    return options.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass) is not None
 
 
 def uses_cpp_wrapper(options: Mapping[str, Any]) -> bool:

@@ -29,13 +29,16 @@ from inductor_passes.torch_compat.inductor import (
     CustomPartitionerFn,
     CustomSchedulerPass,
     inductor_config,
+    joint_graph_passes,
+    number_seeds,
+    sees_joint_graphs,
 )
+from inductor_passes.trace_once import call_block
 from simplefsdp.compile.context import compilation_context, source_hash
 from simplefsdp.compile.options import PASS_SLOTS, Options, parse_options
 from simplefsdp.compile.passes import Passes, direction_of
 from simplefsdp.frontend.compare_sharding import compare_sharding
 from simplefsdp.frontend.eager_resharding import CHANGED_WHILE_UNSHARDED
-from simplefsdp.frontend.encoded_collectives import encoded_by_passes
 from simplefsdp.frontend.unshard import unshard
 from simplefsdp.hardware.profile import HardwareProfile
 
@@ -146,9 +149,10 @@ def _inductor(
     cacheable = "unsafe_marked_cacheable_functions"
     slots[cacheable] = {
         **parsed.inductor.get(cacheable, inductor_config.unsafe_marked_cacheable_functions),
-        f"{unshard.__module__}.{unshard.__name__}": source_hash().hex(),
+        **{f"{function.__module__}.{function.__name__}": source_hash().hex() for function in (unshard, call_block)},
     }
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # seconds to import, so not before it is needed
+    # Seconds to import, so not before it is needed.
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner, select_decomp_table
 
     import inductor_passes.inductor_order  # noqa: F401  # how its operators are lowered
 
@@ -163,10 +167,17 @@ def _inductor(
         finally:
             progress.end()
 
+    def prepare(body: GraphModule) -> None:
+        joint_graph_passes(body, parsed.inductor)
+
+    is_seen = sees_joint_graphs(parsed.inductor)
     patches = {**defaults, **parsed.inductor, **slots, **patches}
     progress.begin("tracing")
     try:
-        with _garbage_collection_paused(), encoded_by_passes():
+        with (
+            _garbage_collection_paused(),
+            passes.tracing(gm, example_inputs, select_decomp_table, None if is_seen else prepare),
+        ):
             return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches=patches, inner_compile=lower))
     finally:
         progress.end()  # also where the compile cache has the graph, and where there is an error
@@ -204,7 +215,7 @@ def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], passes: Passes) -
         partition_fn=tag_and_partition,
         keep_inference_input_mutations=True,
     )
-    with encoded_by_passes():
+    with passes.tracing(gm, example_inputs):
         return lower(gm, example_inputs)
 
 
@@ -230,6 +241,8 @@ class _ConfiguredPass:
 class _JointGraphPass(_ConfiguredPass, CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         self.passes.identify_and_tag(graph, round_gradients=False)
+        if graph.owning_module is not None:
+            number_seeds(graph.owning_module)
 
 
 class _Partitioner(_ConfiguredPass, CustomPartitionerFn):

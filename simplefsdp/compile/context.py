@@ -59,7 +59,7 @@ class CompilationContext:
     casts_before_gathers: bool
     """Whether weights are gathered, and kept, in the dtype in which they are read."""
     compile_once: bool
-    """Whether compute that repeats is compiled once."""
+    """Whether compute that repeats is traced and compiled once."""
     wire: tuple[WireFormats, ...]
     """The wire formats of the models' parameters."""
     narrows: bool

@@ -2,7 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from inductor_passes.collectives import Collective, GraphParameter, identify, re
 from inductor_passes.compile_once import compile_once, render_bodies
 from inductor_passes.fusion_order import put_fused_together
 from inductor_passes.matmul_casts import cast_in_matmuls, cast_what_is_encoded
+from inductor_passes.ops.call import calls_traced, inline
 from inductor_passes.order import order_graph
 from inductor_passes.own_rows import make_own_rows
 from inductor_passes.partition import partition
@@ -24,10 +26,12 @@ from inductor_passes.runtime.graph_dump import DUMP_NAMES
 from inductor_passes.runtime.record import is_step, record_graph
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.cost_model import accumulated_bytes, cost_graph_of
+from inductor_passes.scheduling.issue_points import block_of
 from inductor_passes.scheduling.order_items import first_uses, graph_items, last_gradients
 from inductor_passes.tag import tag
 from inductor_passes.torch_compat.aot_autograd import PartitionedGraphs, is_backward, is_higher_order_body
 from inductor_passes.torch_compat.dynamo import trace_artifact
+from inductor_passes.trace_once import trace_once
 from simplefsdp.analysis.timeline_trace import prediction_files
 from simplefsdp.compile.context import CompilationContext
 from simplefsdp.compile.log import CompilationLog
@@ -41,6 +45,8 @@ from simplefsdp.compile.plan_step import (
     plan_step,
     with_reshard_decided,
 )
+from simplefsdp.frontend.encoded_collectives import encoded_by_passes
+from simplefsdp.frontend.unshard import unshard
 from simplefsdp.plan.bucket_plan import GraphUses
 
 log = logging.getLogger("simplefsdp")
@@ -60,6 +66,37 @@ class Passes:
     given: CompilationContext
     notes: CompilationLog = field(default_factory=CompilationLog)
 
+    @contextmanager
+    def tracing(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        decompositions: Callable[[], Mapping[Any, Any] | None] = lambda: None,
+        prepare: Callable[[GraphModule], object] | None = lambda _body: None,
+    ) -> Iterator[None]:
+        """Trace once what repeats in Dynamo's graph, and let gathers and reductions be traced as these passes need.
+
+        Args:
+            gm: Dynamo's graph; it is changed.
+            example_inputs: its inputs.
+            decompositions: returns those with which it is traced meanwhile, as ``aot_autograd`` takes them.
+            prepare: the passes that see a joint graph before ``identify_and_tag`` does; ``None``: passes that have to
+                see all of it, so that each part is traced as often as it is there.
+        """
+        with encoded_by_passes(), nullcontext() if prepare is None else calls_traced(prepare):
+            if prepare is not None and self.given.request is not None and self.given.compile_once:
+                infos = [getattr(value, "simple_fsdp_info", None) for value in example_inputs]
+                info_of = dict(zip(gm.graph.find_nodes(op="placeholder"), infos, strict=True))
+                gathers = gm.graph.find_nodes(op="call_function", target=unshard)
+                found = trace_once(
+                    gm,
+                    {node: block_of(info.fqn) for node in gathers if (info := info_of.get(node.args[0]))},
+                    decompositions,
+                )
+                log.debug("%s", found)
+                self._dump_text("traced_once.txt", f"{found}\n")
+            yield
+
     def identify_and_tag(self, graph: Graph, *, round_gradients: bool) -> None:
         """Name and merge the collectives of a joint or inference graph, and tag what backward computes again.
 
@@ -69,6 +106,7 @@ class Passes:
             graph: a joint or inference graph.
             round_gradients: round gradients to their weights' dtype before they are reduced, as eager FSDP2 does.
         """
+        inline(graph)
         if is_higher_order_body(graph):
             return
         kind = "joint" if is_backward(graph) else "inference"

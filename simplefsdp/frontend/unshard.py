@@ -12,9 +12,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from inductor_passes.ops.accumulate import ACCUMULATE, ADD_UP
+from inductor_passes.ops.call import call
 from inductor_passes.torch_compat.autograd import keep_gradient_dtype, temporarily_clear_interpreter_stack
 from inductor_passes.torch_compat.dtensor import as_global, local_tensor, to_local
 from simplefsdp.frontend.sharding import Communication, all_gather, decode, reduce, sum_dtype
+
+
+def _all_gather(local: Tensor, comm: Communication) -> Tensor:
+    if 0 in comm.shape or comm.dim is None or comm.shard_group is None:
+        return all_gather(local, comm)  # may be a view of the shard
+    return call(lambda local: all_gather(local, comm), ("all_gather", comm), local)
 
 
 class _UnshardedProxy(torch.autograd.Function):
@@ -41,19 +48,21 @@ class _Reduce(torch.autograd.Function):
     def forward(ctx, grad, comm, local):
         dtype = None if grad.dtype == local.dtype else grad.dtype
         ctx.comm = comm._replace(param_dtype=dtype, gather_format=None)
-        return reduce(grad, comm, local)
+        if 0 in comm.shape or not comm.groups:
+            return reduce(grad, comm, local)
+        return call(lambda grad, local: reduce(grad, comm, local), ("reduce", comm), grad, local)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        return all_gather(grad, ctx.comm), None, None
+        return _all_gather(grad, ctx.comm), None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, _proxy, local, comm):
         keep_gradient_dtype(ctx)
-        return all_gather(local, comm)
+        return _all_gather(local, comm)
 
     @staticmethod
     def backward(_ctx, grad):
@@ -67,7 +76,7 @@ class _GatherAndAccumulate(torch.autograd.Function):
     def forward(ctx, receiver, local, comm):
         ctx.receiver, ctx.dtype = receiver.detach(), sum_dtype(comm, local.dtype)
         keep_gradient_dtype(ctx)
-        return all_gather(local, comm)
+        return _all_gather(local, comm)
 
     @staticmethod
     def backward(ctx, grad):
@@ -84,7 +93,7 @@ class _GatherAndReduce(torch.autograd.Function):
     def forward(ctx, param, comm):
         ctx.comm, ctx.local, ctx.spec = comm, local_tensor(param), param._spec
         keep_gradient_dtype(ctx)
-        return all_gather(ctx.local, comm)
+        return _all_gather(ctx.local, comm)
 
     @staticmethod
     def backward(ctx, grad):

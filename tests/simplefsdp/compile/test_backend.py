@@ -296,6 +296,7 @@ def test_a_report_shows_each_graph_before_and_after_each_pass_also_from_a_warm_c
         "graph_0_0/backward_bodies.txt",
         "graph_0_0/forward_bodies.txt",
         "graph_0_0/plan.json",
+        "graph_0_0/traced_once.txt",
         "graph_0_1/01_forward_before_identify.txt",
         "graph_0_1/02_forward_after_identify.txt",
         "graph_0_1/03_forward_before_bucket.txt",
@@ -305,6 +306,7 @@ def test_a_report_shows_each_graph_before_and_after_each_pass_also_from_a_warm_c
         "graph_0_1/07_forward_code.py",
         "graph_0_1/forward_bodies.txt",
         "graph_0_1/plan.json",
+        "graph_0_1/traced_once.txt",
     ]
     before, after = (
         cold[f"graph_0_0/{name}.txt"] for name in ("08_backward_before_bucket", "09_backward_after_bucket")

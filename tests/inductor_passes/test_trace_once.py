@@ -1,0 +1,269 @@
+"""Blocks of Dynamo's graph that are alike are traced once; the graphs that passes see stay as they are."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.fx import Graph, Node
+
+from inductor_passes.compile_once import Bodies
+from inductor_passes.ops import call as calls
+from inductor_passes.runtime.record import is_step, record_graph
+from inductor_passes.trace_once import TracedOnce, trace_once
+from simplefsdp import simple_fsdp
+from simplefsdp.compile import passes as compilation
+from tests.graphs import Captured, capture
+from tests.models import batch, tiny_llama
+
+pytestmark = pytest.mark.compile
+
+BLOCKS = 4
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[TracedOnce]:
+    """Reports of the models that a test compiles."""
+    made: list[TracedOnce] = []
+
+    def noted(*args: Any) -> TracedOnce:
+        made.append(trace_once(*args))
+        return made[-1]
+
+    monkeypatch.setattr(compilation, "trace_once", noted)
+    monkeypatch.setattr(compilation, "compile_once", lambda _graph: Bodies((), 0, ()))  # which calls bodies as well
+    return made
+
+
+def flat(monkeypatch: pytest.MonkeyPatch, model: nn.Module, *inputs: Any, **options: Any) -> Captured:
+    """The graphs of a model of which each block, each gather and each reduction is traced where it is."""
+    with monkeypatch.context() as patched:
+        patched.setattr(compilation, "trace_once", lambda *_: TracedOnce((), ()))
+        patched.setattr(calls, "call", lambda function, _key, *operands: function(*operands))
+        patched.setattr("simplefsdp.frontend.unshard.call", calls.call)
+        return capture(model, *inputs, **options)
+
+
+def nodes_of(graph: Graph) -> Counter[Any]:
+    """Each node of a graph: what it calls, with which constants, on which nodes and inputs, for which shape; and what
+    the graph returns, in any order."""
+    known: dict[Node, int] = {}
+    for i, node in enumerate(graph.nodes):
+        read: Any = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: known[n])
+        if node.op == "output":
+            read = sorted(map(str, read[0][0]))
+        about = [(x.shape, x.dtype) for x in (node.meta.get("val"),) if isinstance(x, Tensor)]
+        known[node] = hash((i if node.op == "placeholder" else str(node.target), str(read), str(about)))
+    return Counter(known.values())
+
+
+def steps(graph: Graph) -> tuple[Any, Any]:
+    """Return the collectives and the waits of a graph, each in order."""
+    record = record_graph("forward", (), (), filter(is_step, graph.nodes))
+    return record.issued, record.order
+
+
+def operators(graph: Graph) -> Counter[Any]:
+    shapes = ((n, getattr(n.meta.get("val"), "shape", None)) for n in graph.nodes)
+    return Counter((n.op if n.op == "placeholder" else str(n.target), str(shape)) for n, shape in shapes)
+
+
+def hybrid() -> dict[str, Any]:
+    return {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
+
+
+class Norm(nn.Module):
+    """A norm as models write it themselves, whose first operators read no weight."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+class Residual(nn.Module):
+    """Residual blocks with norms, and with ``dropout`` where a test asks for it."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(Norm(8), nn.Linear(8, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 8))
+            for _ in range(BLOCKS)
+        )
+        self.norm = Norm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.norm(x).square().mean()
+
+
+def residual(**options: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Residual(**options), (torch.randn(4, 8),)
+
+
+def llama(**options: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return tiny_llama(layers=BLOCKS, **options), batch(0, 0)
+
+
+SHARED: dict[str, tuple[Any, Any, int]] = {
+    # model, how it is sharded, calls of the body
+    "llama": (llama, dict, BLOCKS),
+    "bfloat16": (llama, lambda: {"mp_policy": BF16}, BLOCKS - 1),  # the first reads float32
+    "tied weights": (lambda: llama(tie_embeddings=True), dict, BLOCKS),
+    "hybrid shards": (llama, hybrid, BLOCKS),
+    "unsharded weights": (llama, lambda: {"reshard_after_forward": False}, BLOCKS),
+    # A norm that models write themselves begins in the block before it, whose residual nobody reads behind the last.
+    "norms whose first operators read no weight": (residual, dict, BLOCKS - 1),
+    "dropout": (lambda: residual(dropout=0.1), dict, BLOCKS - 1),
+}
+FAST = ("bfloat16", "norms whose first operators read no weight", "dropout")
+
+
+@pytest.mark.usefixtures("one_of_four")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SHARED]
+)
+def test_graphs_are_those_of_blocks_that_are_traced_one_by_one(name, found, monkeypatch):
+    build, options_of, number_of_calls = SHARED[name]
+    options = options_of()
+    graphs = []
+    for take in (capture, lambda *args, **given: flat(monkeypatch, *args, **given)):
+        torch.manual_seed(0)
+        model, inputs = build()
+        graphs.append(take(simple_fsdp(model, **options), *inputs, plan="block", compile_once=True))
+    once, each = graphs
+    assert [number for _, number in found[0].bodies] == [number_of_calls]
+    assert nodes_of(once.forward) == nodes_of(each.forward)
+    for direction in ("forward", "backward"):
+        assert operators(getattr(once, direction)) == operators(getattr(each, direction))
+        assert steps(getattr(once, direction)) == steps(getattr(each, direction))
+    assert len(once.joint.nodes) < len(each.joint.nodes) * 0.8
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_gathers_and_reductions_are_traced_once_for_each_kind(monkeypatch):
+    traced: list[int] = []
+
+    def count(function: Any, operands: Any) -> Any:
+        traced[-1] += 1
+        return trace(function, operands)
+
+    trace = calls.trace
+    monkeypatch.setattr(calls, "trace", count)
+    for layers in (1, BLOCKS):
+        traced.append(0)
+        capture(simple_fsdp(tiny_llama(layers=layers)), *batch(0, 0), plan="block")
+    assert 0 < traced[0] == traced[1]
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_without_gradients_blocks_are_traced_once_as_well(found):
+    with torch.no_grad():
+        captured = capture(simple_fsdp(tiny_llama(layers=BLOCKS)), *batch(0, 0), plan="block", compile_once=True)
+    assert [number for _, number in found[0].bodies] == [BLOCKS]
+    assert not captured.forward.find_nodes(op="call_function", target=calls.CALL)
+
+
+class Blocks(nn.Module):
+    """Blocks that read the model's input and what the block before them has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(BLOCKS))
+        self.register_buffer("table", torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = x = self.first(x)
+        for layer in self.layers:
+            x = self.block(layer, x, start)
+        return x.sum()
+
+    def block(self, layer: nn.Module, x: Tensor, start: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class ReadTwice(Blocks):
+    def block(self, layer, x, start):
+        return (layer(x) * start).tanh() + start.sin()
+
+
+class Written(Blocks):
+    def block(self, layer, x, _start):
+        self.table.add_(1)
+        return (layer(x) + self.table).tanh().sin()
+
+
+class View(Blocks):
+    def block(self, layer, x, start):
+        return (layer(x) + start).t().sin().t().cos()
+
+
+class Autocast(Blocks):
+    def block(self, layer, x, start):
+        with torch.autocast("cpu", torch.bfloat16):
+            return (layer(x) + start).float().sin().cos()
+
+
+class Numbers(Blocks):
+    def block(self, layer, x, start):
+        return (layer(x) + start * x.shape[0]).sin().cos()
+
+
+class Checkpointed(Blocks):
+    def block(self, layer, x, _start):
+        return torch.utils.checkpoint.checkpoint(lambda x: layer(x).sin().cos() * x, x, use_reentrant=False)
+
+
+ALONE = {
+    "gradients that are added up in another order": (ReadTwice, None),
+    "a buffer that is written to": (Written, "results that share memory, or changes in place"),
+    "contexts": (Autocast, "contexts that the graph enters"),
+    "symbolic sizes": (Numbers, "symbolic sizes"),
+    "checkpoints": (Checkpointed, "higher-order operators"),
+}
+
+
+@pytest.mark.usefixtures("one_of_four")
+@pytest.mark.parametrize("name", ALONE)
+def test_what_cannot_be_traced_by_itself_is_traced_where_it_is(name, found, monkeypatch):
+    build, reason = ALONE[name]
+    graphs = []
+    for take in (capture, lambda *args, **options: flat(monkeypatch, *args, **options)):
+        torch.manual_seed(0)
+        x = torch.randn(6, 8)
+        if build is Numbers:
+            torch._dynamo.mark_dynamic(x, 0)
+        graphs.append(take(simple_fsdp(build()), x, plan="block", compile_once=True))
+    assert found[0].bodies == ()
+    assert reason is None or f"with {reason}" in str(found[0])
+    assert operators(graphs[0].backward) == operators(graphs[1].backward)
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_views_of_a_result_inside_of_the_block_do_not_matter(found):
+    capture(simple_fsdp(View()), torch.randn(6, 8), plan="block", compile_once=True)
+    assert [number for _, number in found[0].bodies] == [BLOCKS - 2]  # of the first both are one, the last is summed up
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_blocks_that_differ_in_a_constant_or_a_shape_are_bodies_of_their_own(found):
+    class Differs(Blocks):
+        def forward(self, x):
+            x = self.first(x)
+            for i, layer in enumerate(self.layers):
+                x = layer(x).sin().cos().tanh() * (1 + i // 2)
+            return self.first(x).sum()
+
+    capture(simple_fsdp(Differs()), torch.randn(6, 8), plan="block", compile_once=True)
+    assert [number for _, number in found[0].bodies] == [2, 2]
