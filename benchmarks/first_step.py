@@ -32,6 +32,11 @@ SHAPE = {"dim": 256, "heads": 8, "kv_heads": 4, "ffn_dim": 512, "vocab_size": 51
 PROFILE = "h200/h100-8-nodes"
 
 
+def as_regions(model: nn.Module) -> nn.Module:
+    llama.Block.forward = torch.compiler.nested_compile_region(llama.Block.forward)  # type: ignore[method-assign]
+    return model
+
+
 def ours(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
     return torch.compile(simple_fsdp(model), backend="simplefsdp", options=options)
 
@@ -39,11 +44,13 @@ def ours(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
 SYSTEMS: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
     "block": lambda model: ours(model, plan="block"),
     "auto": lambda model: ours(model, plan="auto", profile=PROFILE),
+    "block, regions": lambda model: ours(as_regions(model), plan="block"),
     "block, each block compiled": lambda model: ours(model, plan="block", compile_once=False),
     "stock": torch.compile,
     "fsdp2": fsdp2_compiled,
 }
-"""``stock``: the whole model, not sharded, through TorchInductor as it is. ``fsdp2`` compiles one block."""
+"""``regions``: blocks are marked by ``torch.compiler.nested_compile_region``, so that Dynamo traces one of them.
+``stock``: the whole model, not sharded, through TorchInductor as it is. ``fsdp2`` compiles one block."""
 
 
 def first_step(system: str, blocks: int) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inductor_passes.collectives import GraphParameter
+from inductor_passes.regions import inline_regions
 from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import parse_options
 from simplefsdp.compile.passes import Passes
@@ -54,6 +55,7 @@ def capture(
     captured = Captured()
 
     def backend(gm: GraphModule, example_inputs: Any) -> Any:
+        inline_regions(gm)
         passes = Passes(
             compilation_context(example_inputs, parse_options({"plan": plan, "compile_once": False, **options}))
         )

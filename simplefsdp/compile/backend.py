@@ -20,6 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import list_backends, register_backend
 from torch.fx import Graph, GraphModule
 
+from inductor_passes.regions import inline_regions
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.torch_compat.aot_autograd import PartitionedGraphs
 from inductor_passes.torch_compat.inductor import (
@@ -54,6 +55,7 @@ def simplefsdp(
 ) -> Callable[..., Any]:
     """Compile one graph that Dynamo captured. ``options``: see ``Options``; errors: see ``parse_options``."""
     parsed = parse_options(options, mode)
+    inline_regions(gm)
     _refuse_changed_weights(gm, example_inputs)
     if torch.is_grad_enabled():  # Dynamo also traces the call of the model, which would have compared them.
         infos = (getattr(value, "simple_fsdp_info", None) for value in example_inputs)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Graph, Node
 
+from inductor_passes.bodies import INVOKE
 from inductor_passes.compile_once import Bodies
 from inductor_passes.ops import call as calls
 from inductor_passes.runtime.record import is_step, record_graph
@@ -267,3 +268,46 @@ def test_blocks_that_differ_in_a_constant_or_a_shape_are_bodies_of_their_own(fou
 
     capture(simple_fsdp(Differs()), torch.randn(6, 8), plan="block", compile_once=True)
     assert [number for _, number in found[0].bodies] == [2, 2]
+
+
+class Region(nn.Module):
+    """A block that is a region, with a checkpoint and a branch of ``torch.cond`` in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor) -> Tensor:
+        middle = torch.utils.checkpoint.checkpoint(lambda x: self.up(x).sin(), x, use_reentrant=False)
+        middle = torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (middle,))
+        return x + self.down(middle).tanh()
+
+
+class Regions(Blocks):
+    def __init__(self, block: Any = Region) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(BLOCKS))
+
+    def block(self, layer, x, _start):
+        return layer(x)
+
+
+class Plain(Region):
+    forward = Region.forward.__marked_compile_region_fn__
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_regions_are_part_of_the_graph_around_them():
+    kinds = {"layers.2.*": False, "*": True}
+    graphs = []
+    for block in (Region, Plain):
+        torch.manual_seed(0)
+        model = simple_fsdp(Regions(block), reshard_after_forward=kinds)
+        graphs.append(capture(model, torch.randn(6, 8), plan="block"))
+    region, plain = graphs
+    for direction in ("joint", "forward", "backward"):
+        assert operators(getattr(region, direction)) == operators(getattr(plain, direction))
+    for direction in ("forward", "backward"):
+        assert steps(getattr(region, direction)) == steps(getattr(plain, direction))
+    assert not region.joint.find_nodes(op="call_function", target=INVOKE)
