@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from inductor_passes.ops.call import CALL, add_body, prepare
 from inductor_passes.torch_compat.aot_autograd import trace_by_itself
+from inductor_passes.torch_compat.proxy_tensor import fake_like
 
 _LEAST_NODES = 4
 """Blocks with fewer nodes are not worth a call."""
@@ -135,7 +136,8 @@ def _runs(graph: Graph, block_of: Mapping[Node, str | None]) -> tuple[list["_Run
             runs.append([])
         else:
             runs[-1].append(node)
-    return [_Run(nodes) for nodes in runs if nodes], outside
+    run_of = {node: i for i, nodes in enumerate(runs) for node in nodes}
+    return [_Run(nodes, run_of) for nodes in runs if nodes], outside
 
 
 def _changes_a_context(node: Node) -> bool:
@@ -150,31 +152,24 @@ def _reason_outside(node: Node) -> str | None:
     if any(n.op == "get_attr" for n in node.all_input_nodes):
         return "constants of the model"
     values = tree_leaves([n.meta.get("example_value") for n in (node, *node.all_input_nodes)])
-    if any(isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) or _has_symbols(value) for value in values):
+    return next(filter(None, map(_reason_not_passed, values)), None)
+
+
+def _reason_not_passed(value: Any) -> str | None:
+    """Return why a value can be no operand, result or part of a body; ``None``: it can be."""
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return "symbolic sizes"
-    if any(isinstance(value, Tensor) and _is_subclass(value) for value in values):
-        return "subclasses of tensors"
-    if not all(isinstance(value, Tensor) for value in values):
-        return "values that are no tensors"
-    return None
-
-
-def _has_symbols(value: Any) -> bool:
     if not isinstance(value, Tensor):
-        return False
-    return any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride(), value.storage_offset()))
-
-
-def _is_subclass(value: Tensor) -> bool:
-    return torch.utils._python_dispatch.is_traceable_wrapper_subclass(value)
+        return "values that are no tensors"
+    if any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride(), value.storage_offset())):
+        return "symbolic sizes"
+    return "subclasses of tensors" if is_traceable_wrapper_subclass(value) else None
 
 
 def _shares_or_changes_memory(function: GraphModule, operands: Sequence[Tensor]) -> bool:
     """Return whether a function writes to an operand, or returns memory of an operand or the same memory twice."""
-    fake_mode = TracingContext.get().fake_mode
-    assert fake_mode is not None
-    with fake_mode, torch.no_grad():
-        examples = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in operands]
+    examples = fake_like(operands)
+    with torch.no_grad():
         results = function(*examples)
     memory = [x.untyped_storage()._cdata for x in (*examples, *results)]
     return len(set(memory)) < len(memory) or any(x._version for x in examples)
@@ -183,7 +178,7 @@ def _shares_or_changes_memory(function: GraphModule, operands: Sequence[Tensor])
 class _Run:
     """Nodes of Dynamo's graph, in order, that a call may stand for."""
 
-    def __init__(self, nodes: Sequence[Node]):
+    def __init__(self, nodes: Sequence[Node], run_of: Mapping[Node, int]):
         self.nodes = list(nodes)
         inside = set(nodes)
         self._results = [node for node in nodes if any(user not in inside for user in node.users)]
@@ -198,18 +193,21 @@ class _Run:
         self.key: Any = None
         """Equal for two runs that can be calls of one body; ``None`` for a run that cannot be one."""
         values = [node.meta["example_value"] for node in (*self._operands, *self._results)]
-        if all(isinstance(value, Tensor) for value in values) and not self._adds_up_in_another_order(inside):
+        if all(isinstance(value, Tensor) for value in values) and not self._adds_up_in_another_order(run_of):
             about = tuple(map(_about, values))
             self.key = tuple(calls), about, tuple(number[node] for node in self._results)
 
-    def _adds_up_in_another_order(self, inside: set[Node]) -> bool:
-        """Return whether the gradient of an operand has several terms here and others from elsewhere.
+    def _adds_up_in_another_order(self, run_of: Mapping[Node, int]) -> bool:
+        """Return whether the gradient of an operand has several terms here and others from other runs.
 
-        Autograd adds up terms one after another; in a body those of the body come first.
+        Autograd adds up terms one after another, the last reader's first; terms of a body are added up by themselves.
+        The run that makes the operand is no other one: the terms of its readers come last.
         """
         for node in self._operands:
-            users = [user in inside for user in node.users]
-            if node.meta["example_value"].requires_grad and sum(users) > 1 and not all(users):
+            readers = Counter(run_of.get(user) for user in node.users)
+            here = readers.pop(run_of[self.nodes[0]])
+            readers.pop(run_of.get(node, -1), None)
+            if node.meta["example_value"].requires_grad and here > 1 and readers:
                 return True
         return False
 

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inductor_passes.collectives import GraphParameter
+from inductor_passes.ops.call import inline
 from inductor_passes.regions import inline_regions
 from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import parse_options
@@ -62,6 +63,7 @@ def capture(
         captured.params = passes.given.params
 
         def tag_and_partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            inline(joint.graph)
             captured.joint = copy(joint.graph)
             passes.identify_and_tag(joint.graph, round_gradients=round_gradients)
             modules = passes.partition_and_plan(joint, joint_inputs, partitioner=PARTITIONERS[partitioner], **kwargs)
@@ -71,6 +73,7 @@ def capture(
             return modules
 
         def infer(graph: GraphModule, _inputs: Any) -> Any:
+            inline(graph.graph)
             captured.joint = copy(graph.graph)
             passes.identify_and_tag(graph.graph, round_gradients=round_gradients)
             passes.order_and_record(graph.graph, order=True)

@@ -12,7 +12,7 @@ results, and ``inline`` copies nodes, which takes microseconds.
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,12 +22,19 @@ from inductor_passes.ops.pack import LIBRARY
 from inductor_passes.torch_compat.autograd import without_dispatch_modes
 from inductor_passes.torch_compat.proxy_tensor import is_traced, trace
 
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+class _Bodies(NamedTuple):
+    prepare: Callable[[GraphModule], object]
+    """Runs the passes that torch runs on the graph while bodies are calls in it."""
+    graphs: dict[str, GraphModule]
+    """Bodies, by what they are traced of."""
+
 
 class _Thread(threading.local):
-    bodies: dict[str, GraphModule] | None = None
-    """The bodies of the graph that this thread traces, by what they are traced of; ``None``: nothing is called."""
-    prepare: Callable[[GraphModule], object] = staticmethod(lambda _body: None)
-    """Passes that bodies need, as torch runs them on the graph while they are calls in it."""
+    bodies: _Bodies | None = None
+    """Bodies of the graph that this thread traces; ``None``: nothing is called."""
 
 
 _thread = _Thread()
@@ -40,12 +47,11 @@ def calls_traced(prepare: Callable[[GraphModule], object]) -> Iterator[None]:
     Args:
         prepare: the passes that run on the graph before calls are inlined; here they run on each body.
     """
-    before = _thread.bodies, _thread.prepare
-    _thread.bodies, _thread.prepare = {}, prepare
+    before, _thread.bodies = _thread.bodies, _Bodies(prepare, {})
     try:
         yield
     finally:
-        _thread.bodies, _thread.prepare = before
+        _thread.bodies = before
 
 
 def call(function: Callable[..., Tensor], key: Any, *operands: Tensor) -> Tensor:
@@ -62,24 +68,25 @@ def call(function: Callable[..., Tensor], key: Any, *operands: Tensor) -> Tensor
         return function(*operands)
     about = [(tuple(each.shape), each.stride(), each.dtype, each.device) for each in operands]
     name = repr((key, about, is_traced()))
-    if name not in bodies:
-        bodies[name] = trace(lambda *args: (function(*args),), operands)
+    if name not in bodies.graphs:
+        bodies.graphs[name] = trace(lambda *args: (function(*args),), operands)
         if is_traced():
-            prepare(bodies[name])
+            prepare(bodies.graphs[name])
     (result,) = CALL(list(operands), name)
     return result
 
 
 def prepare(body: GraphModule) -> None:
     """Run the passes that a body needs."""
+    assert _thread.bodies is not None
     with without_dispatch_modes():
-        _thread.prepare(body)
+        _thread.bodies.prepare(body)
 
 
 def add_body(name: str, body: GraphModule) -> None:
     """Add what ``CALL`` calls by this name in the graphs that this thread traces."""
     assert _thread.bodies is not None
-    _thread.bodies[name] = body
+    _thread.bodies.graphs[name] = body
 
 
 def inline(graph: Graph) -> None:
@@ -93,7 +100,7 @@ def inline(graph: Graph) -> None:
     for each in () if module is None else module.children():
         if isinstance(each, GraphModule):
             inline(each.graph)
-    for node in reversed(list(graph.find_nodes(op="call_function", target=CALL))):
+    for node in list(graph.find_nodes(op="call_function", target=CALL)):
         operands, name = node.args
         _inline(node, _body(name).graph, operands)
 
@@ -122,19 +129,19 @@ def _inline(call_node: Node, body: Graph, operands: Any) -> None:
             for part in parts.get(node, ()):
                 part.replace_all_uses_with(copies[node])
                 graph.erase_node(part)
-            if node.op != "placeholder":
-                for reader in _read_for_output(copies[node]) if node in parts else ():
+            if node in parts and node.op != "placeholder":
+                for reader in _read_for_output(copies[node]):
                     call_node.prepend(reader)
     graph.erase_node(call_node)
 
 
 def _read_for_output(value: Node) -> list[Node]:
-    """Return the nodes that make an output of ``value``, in order; none where anything else is made of it."""
+    """Return the nodes that reduce ``value`` for an output, in order; none where anything else is made of it."""
     chain: list[Node] = []
     while len(value.users) == 1:
         (reader,) = value.users
         if reader.op == "output":
-            return chain
+            return chain if any(node.target is CALL for node in chain) else []
         if any(source is not value and source.op != "placeholder" for source in reader.all_input_nodes):
             break
         chain.append(reader)
@@ -143,19 +150,19 @@ def _read_for_output(value: Node) -> list[Node]:
 
 
 def _made_for_one(value: Node) -> list[Node]:
-    """Return the nodes that make ``value`` of an input of the graph, in order; none where anything else reads them."""
+    """Return the nodes that gather ``value`` from an input, in order; none where anything else reads them."""
     chain: list[Node] = []
     while value.op != "placeholder":
         if len(value.users) > 1 or len(value.all_input_nodes) != 1:
             return []
         chain.append(value)
         (value,) = value.all_input_nodes
-    return chain[::-1]
+    return chain[::-1] if any(node.target is _WAIT for node in chain) else []
 
 
 def _body(name: str) -> GraphModule:
     assert _thread.bodies is not None, "a call was not inlined while it was traced"
-    return _thread.bodies[name]
+    return _thread.bodies.graphs[name]
 
 
 def _run(operands: list[Tensor], body: str) -> list[Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast
 
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves
+from torch.fx.node import map_arg
 
 from inductor_passes.collectives import ALL_GATHER, ALL_GATHER_GROUP, BUCKET, FQNS, GROUPS, WAIT, gathers_sums, received
 from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SUMS
@@ -56,7 +56,8 @@ def graph_items(graph: Graph) -> tuple[list[Node], list[OrderItem]]:
     for node in nodes:
         needs = frozenset(position[n] for n in node.all_input_nodes if n in position)
         plain = OrderItem(needs, reads_inputs=any(n.op == "placeholder" for n in node.all_input_nodes))
-        inputs = [n for n in tree_leaves(node.args) if isinstance(n, Node)]
+        inputs: list[Node] = []
+        map_arg(node.args, inputs.append)
         items.append(order_item(node, plain, [position.get(n, -1) for n in inputs]))
     return nodes, items
 

@@ -21,6 +21,8 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, tracing
 from torch.fx import Graph, GraphModule, Node
 
+from inductor_passes.torch_compat.proxy_tensor import fake_like
+
 TANGENTS_ARE_HELD = not hasattr(torch.autograd.Function, "boxed_grads_call")
 """Whether the gradients of outputs stay in memory until a backward graph has run; before torch 2.13
 (pytorch/pytorch#177837)."""
@@ -45,13 +47,6 @@ def trace_by_itself(
         decompositions: of operators, as ``aot_autograd`` takes them.
         prepare: is called with the joint graph.
     """
-    context = TracingContext.get()
-    assert context.fake_mode is not None
-    with context.fake_mode:
-        examples = tuple(
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
-            for x in operands
-        )
     found: list[GraphModule] = []
 
     def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_kwargs: Any) -> PartitionedGraphs:
@@ -64,10 +59,10 @@ def trace_by_itself(
         found.append(graph)
         return make_boxed_func(graph.forward)
 
-    with tracing(TracingContext(context.fake_mode)):
+    with tracing(TracingContext(TracingContext.get().fake_mode)):
         aot_module_simplified(
             function,
-            examples,
+            fake_like(operands, requires_grad=True),
             fw_compiler=lambda graph, _inputs: make_boxed_func(graph.forward),
             inference_compiler=cast(Any, forward_alone),
             partition_fn=partition,

@@ -71,8 +71,8 @@ class Options:
     """Gather a weight in the dtype in which it is read, as under autocast or by linear layers in float8, if that has
     fewer bytes: the cast, which gives the same bits, is taken before. Not with ``plan="none"``."""
     compile_once: bool = True
-    """Compile compute that repeats, as that of equal blocks does, once, so that a first step grows less with depth. Not
-    with ``plan="none"``, and not where TorchInductor generates C++ around its kernels (``cpp_wrapper``)."""
+    """Trace and compile compute that repeats, as that of equal blocks does, once, so that a first step grows less with
+    depth. Not with ``plan="none"``, and not where TorchInductor generates C++ around its kernels (``cpp_wrapper``)."""
     wire: str = "given"
     """``"given"``: what has a wire format (``simple_fsdp(wire=...)``) travels in it. ``"auto"``, with ``plan="auto"``
     or a plan that was saved with it: only what compute cannot hide otherwise, in the mildest formats, and the fewest
