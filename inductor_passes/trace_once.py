@@ -168,8 +168,8 @@ def _reason_not_passed(value: Any) -> str | None:
 
 def _shares_or_changes_memory(function: GraphModule, operands: Sequence[Tensor]) -> bool:
     """Return whether a function writes to an operand, or returns memory of an operand or the same memory twice."""
-    examples = fake_like(operands)
-    with torch.no_grad():
+    examples: list[Any] = fake_like(operands)
+    with examples[0].fake_mode, torch.no_grad():  # also for tensors that the function makes
         results = function(*examples)
     memory = [x.untyped_storage()._cdata for x in (*examples, *results)]
     return len(set(memory)) < len(memory) or any(x._version for x in examples)
