@@ -15,7 +15,7 @@ dtypes, shapes, strides and ``requires_grad`` of what they read.
 import hashlib
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +137,7 @@ def _runs(graph: Graph, block_of: Mapping[Node, str | None]) -> tuple[list["_Run
         else:
             runs[-1].append(node)
     run_of = {node: i for i, nodes in enumerate(runs) for node in nodes}
-    return [_Run(nodes, run_of) for nodes in runs if nodes], outside
+    return [_Run(nodes, run_of, block_of) for nodes in runs if nodes], outside
 
 
 def _changes_a_context(node: Node) -> bool:
@@ -178,7 +178,7 @@ def _shares_or_changes_memory(function: GraphModule, operands: Sequence[Tensor])
 class _Run:
     """Nodes of Dynamo's graph, in order, that a call may stand for."""
 
-    def __init__(self, nodes: Sequence[Node], run_of: Mapping[Node, int]):
+    def __init__(self, nodes: Sequence[Node], run_of: Mapping[Node, int], gathers: Container[Node]):
         self.nodes = list(nodes)
         inside = set(nodes)
         self._results = [node for node in nodes if any(user not in inside for user in node.users)]
@@ -190,12 +190,13 @@ class _Run:
 
         calls = [(n.op, n.target, f"{map_arg(n.args, named)}{map_arg(n.kwargs, named)}") for n in nodes]
         self._operands = list(operands)
+        self._gathered = tuple(i for i, node in enumerate(self._operands) if node in gathers)
         self.key: Any = None
         """Equal for two runs that can be calls of one body; ``None`` for a run that cannot be one."""
         values = [node.meta["example_value"] for node in (*self._operands, *self._results)]
         if all(isinstance(value, Tensor) for value in values) and not self._adds_up_in_another_order(run_of):
             about = tuple(map(_about, values))
-            self.key = tuple(calls), about, tuple(number[node] for node in self._results)
+            self.key = tuple(calls), about, self._gathered, tuple(number[node] for node in self._results)
 
     def _adds_up_in_another_order(self, run_of: Mapping[Node, int]) -> bool:
         """Return whether the gradient of an operand has several terms here and others from other runs.
@@ -225,7 +226,7 @@ class _Run:
             return "results that share memory, or changes in place"
         if torch.is_grad_enabled() and not all(x.is_contiguous() for x in results if x.requires_grad):
             return "results that are not contiguous"
-        forward, backward = trace_by_itself(function, operands, decompositions, prepare)
+        forward, backward = trace_by_itself(function, operands, self._gathered, decompositions, prepare)
         if any(graph.graph.find_nodes(op="get_attr") for graph in (forward, backward) if graph is not None):
             return "constants of the model"
         if backward is None:

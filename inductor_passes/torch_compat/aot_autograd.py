@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from functorch.compile import default_partition, make_boxed_func
 from functorch.compile import min_cut_rematerialization_partition as min_cut_rematerialization_partition
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -21,6 +21,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, tracing
 from torch.fx import Graph, GraphModule, Node
 
+from inductor_passes.torch_compat.autograd import KEEPS_GRADIENT_DTYPE, note_gradient_dtype
 from inductor_passes.torch_compat.proxy_tensor import fake_like
 
 TANGENTS_ARE_HELD = not hasattr(torch.autograd.Function, "boxed_grads_call")
@@ -33,6 +34,7 @@ PartitionedGraphs = tuple[GraphModule, GraphModule]
 def trace_by_itself(
     function: GraphModule,
     operands: Sequence[Tensor],
+    of_kept_dtype: Sequence[int],
     decompositions: Mapping[Any, Any] | None,
     prepare: Callable[[GraphModule], object],
 ) -> tuple[GraphModule, GraphModule | None]:
@@ -44,12 +46,16 @@ def trace_by_itself(
     Args:
         function: a graph of Dynamo's; it writes to none of its inputs, and its results share no memory.
         operands: what it is called with, whose values do not count.
+        of_kept_dtype: numbers of the operands made by functions that ``keep_gradient_dtype``: the backward returns
+            their gradients in the gradients' own dtypes.
         decompositions: of operators, as ``aot_autograd`` takes them.
         prepare: is called with the joint graph.
     """
     found: list[GraphModule] = []
+    noting = _Noting(function, of_kept_dtype if KEEPS_GRADIENT_DTYPE else ())
 
     def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_kwargs: Any) -> PartitionedGraphs:
+        noting.remove_casts(joint.graph, num_fwd_outputs)
         prepare(joint)
         found.extend(default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs))
         return found[0], found[1]
@@ -61,7 +67,7 @@ def trace_by_itself(
 
     with tracing(TracingContext(TracingContext.get().fake_mode)):
         aot_module_simplified(
-            function,
+            noting,
             fake_like(operands, requires_grad=True),
             fw_compiler=lambda graph, _inputs: make_boxed_func(graph.forward),
             inference_compiler=cast(Any, forward_alone),
@@ -70,6 +76,38 @@ def trace_by_itself(
             keep_inference_input_mutations=True,
         )
     return found[0], found[1] if len(found) > 1 else None
+
+
+class _Noting(nn.Module):
+    """A function that notes the dtypes of some operands' gradients, each of which autograd casts to its operand's."""
+
+    def __init__(self, function: GraphModule, numbers: Sequence[int]):
+        super().__init__()
+        self.function = function
+        self.numbers = frozenset(numbers)
+        self.noted: dict[int, torch.dtype] = {}
+
+    def forward(self, *operands: Tensor) -> Any:
+        noted = [
+            note_gradient_dtype(x, self.noted, i) if i in self.numbers and x.requires_grad else x
+            for i, x in enumerate(operands)
+        ]
+        return self.function(*noted)
+
+    def remove_casts(self, joint: Graph, number_of_results: int) -> None:
+        """Let a joint graph return gradients in the dtypes noted, and remove the views that ``forward`` made."""
+        placeholders = list(joint.find_nodes(op="placeholder"))
+        values = _outputs(joint)
+        for i, dtype in self.noted.items():
+            (view,) = placeholders[i].users
+            view.replace_all_uses_with(placeholders[i])
+            joint.erase_node(view)
+            cast = values[number_of_results + i]
+            if cast.meta["val"].dtype != dtype:
+                values[number_of_results + i] = cast.all_input_nodes[0]
+                assert values[number_of_results + i].meta["val"].dtype == dtype
+        joint.output_node().args = (values,)
+        joint.eliminate_dead_code()
 
 
 def parameter_inputs(graph: Graph) -> dict[int, Node]:

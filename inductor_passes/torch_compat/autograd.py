@@ -8,14 +8,35 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
+KEEPS_GRADIENT_DTYPE = hasattr(torch.autograd.function.FunctionCtx, "set_output_grad_dtype")
+"""Whether a function can get its gradient in the gradient's own dtype, as FSDP2's do from torch 2.15 on."""
+
 
 def keep_gradient_dtype(ctx: Any) -> None:
     """Let an autograd function with one output get its gradient in the gradient's own dtype, where FSDP2 does.
 
     Before torch 2.15 the gradient is always cast to the dtype of the output.
     """
-    if hasattr(ctx, "set_output_grad_dtype"):
+    if KEEPS_GRADIENT_DTYPE:
         ctx.set_output_grad_dtype(None)
+
+
+class _NotedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, noted, number):
+        ctx.noted, ctx.number = noted, number
+        keep_gradient_dtype(ctx)
+        return value
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.noted[ctx.number] = grad.dtype
+        return grad, None, None
+
+
+def note_gradient_dtype(value: Tensor, noted: dict[int, torch.dtype], number: int) -> Tensor:
+    """Return a view of ``value``, the dtype of whose gradient is noted before autograd casts it to ``value``'s."""
+    return _NotedGradient.apply(value, noted, number)
 
 
 def in_backward() -> bool:
