@@ -44,12 +44,12 @@ def ours(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
 SYSTEMS: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
     "block": lambda model: ours(model, plan="block"),
     "auto": lambda model: ours(model, plan="auto", profile=PROFILE),
-    "block, regions": lambda model: ours(as_regions(model), plan="block"),
-    "block, each block compiled": lambda model: ours(model, plan="block", compile_once=False),
+    "block with regions": lambda model: ours(as_regions(model), plan="block"),
+    "block without compile_once": lambda model: ours(model, plan="block", compile_once=False),
     "stock": torch.compile,
     "fsdp2": fsdp2_compiled,
 }
-"""``regions``: blocks are marked by ``torch.compiler.nested_compile_region``, so that Dynamo traces one of them.
+"""``with regions``: blocks are marked by ``torch.compiler.nested_compile_region``, so that Dynamo traces one of them.
 ``stock``: the whole model, not sharded, through TorchInductor as it is. ``fsdp2`` compiles one block."""
 
 

@@ -67,7 +67,7 @@ def trace_by_itself(
 
     with tracing(TracingContext(TracingContext.get().fake_mode)):
         aot_module_simplified(
-            noting,
+            cast(Any, noting),
             fake_like(operands, requires_grad=True),
             fw_compiler=lambda graph, _inputs: make_boxed_func(graph.forward),
             inference_compiler=cast(Any, forward_alone),
