@@ -52,7 +52,8 @@ class Run:
         self._results = list(results)
         needed = _needed(self._results, inside)
         computed = [node for node in nodes if node in needed]
-        self._nodes = [*_parts_that_cannot_be_passed(computed, inside), *computed]
+        self._taken = _taken_once_more(computed, inside)
+        self._nodes = [*self._taken, *computed]
         number = {node: i for i, node in enumerate(self._nodes)}
         operands: dict[Node, int] = {}
 
@@ -111,9 +112,12 @@ class Run:
         self.is_called = True
 
     def erase(self) -> None:
-        """Erase the run's nodes, whose results nobody reads any more."""
+        """Erase the run's nodes, whose results nobody reads any more, and views that only the run has read."""
         for node in reversed(self._all):
             node.graph.erase_node(node)
+        for node in reversed(self._taken):
+            if not node.users and not node._erased:
+                node.graph.erase_node(node)
 
 
 def _views_of(node: Node, inside: set[Node]) -> list[Node]:
@@ -122,6 +126,16 @@ def _views_of(node: Node, inside: set[Node]) -> list[Node]:
     while chain[-1] in inside and is_alias(chain[-1]):
         chain.append(chain[-1].all_input_nodes[0])
     return chain
+
+
+def is_whole_view(node: Node) -> bool:
+    """Return whether a node is a view of all of its only input, of which no size is a symbol."""
+    if node.target is operator.getitem or not is_alias(node) or len(node.all_input_nodes) != 1:
+        return False
+    value, whole = node.meta.get("val"), node.all_input_nodes[0].meta.get("val")
+    if not isinstance(value, Tensor) or not isinstance(whole, Tensor):
+        return False
+    return all(isinstance(n, int) for n in (*value.shape, *whole.shape)) and value.numel() == whole.numel()
 
 
 def _needed(results: Sequence[Node], inside: set[Node]) -> set[Node]:
@@ -135,12 +149,15 @@ def _needed(results: Sequence[Node], inside: set[Node]) -> set[Node]:
     return needed
 
 
-def _parts_that_cannot_be_passed(nodes: Sequence[Node], inside: set[Node]) -> list[Node]:
-    """Return the views outside of a run that the run takes once more, of something that can be passed to it."""
+def _taken_once_more(nodes: Sequence[Node], inside: set[Node]) -> list[Node]:
+    """Return the views outside of a run that the run takes once more, of something that can be passed to it.
+
+    Parts that cannot be passed, and views of whole tensors: a node less in a graph that grows with the number of calls.
+    """
     found: dict[Node, None] = {}
 
     def visit(node: Node) -> None:
-        if node not in inside and is_part(node) and not _can_be_passed(node):
+        if node not in inside and is_part(node) and (not _can_be_passed(node) or is_whole_view(node)):
             for source in node.all_input_nodes:
                 visit(source)
             found.setdefault(node)

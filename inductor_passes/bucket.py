@@ -34,7 +34,7 @@ gather (or reduce) is left out, and a collective that stays alone is not touched
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -284,9 +284,14 @@ def _packed(members: Sequence[Collective], ranks: int, dtype: torch.dtype) -> No
 
 
 def _parts(reduced: Node, members: Sequence[Collective]) -> list[Node]:
-    """Return each member's part of what their reduction has made of the packed gradients."""
-    ends = list(accumulate(_val(member.node).numel() for member in members))
-    return [insert_call(_aten.slice.Tensor, reduced, 0, start, end) for start, end in pairwise([0, *ends])]
+    """Return each member's part of what their reduction has made of the packed gradients, in the member's shape."""
+    starts = accumulate((_val(member.node).numel() for member in members), initial=0)
+    parts = []
+    for member, start in zip(members, starts, strict=False):
+        shape = list(_val(member.node).shape)
+        strides = torch.empty(shape, device="meta").stride()
+        parts.append(insert_call(_aten.as_strided.default, reduced, shape, list(strides), start))
+    return parts
 
 
 def _prepared(
@@ -356,7 +361,7 @@ def _replace(members: Sequence[Collective], results: Sequence[Node]) -> None:
 
 
 def _view(node: Node, shape: list[int]) -> Node:
-    return insert_call(_aten.view.default, node, shape)
+    return node if list(_val(node).shape) == shape else insert_call(_aten.view.default, node, shape)
 
 
 def _val(node: Node) -> Any:

@@ -8,10 +8,11 @@ gather reads (padded and cast, the same shape on every rank), and the steps in b
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch.fx import Graph, GraphModule, Node
 
+from inductor_passes.bodies import is_whole_view
 from inductor_passes.collectives import Collective, gathers, reductions, shard_of, source_chain
 from inductor_passes.torch_compat.aot_autograd import (
     PartitionedGraphs,
@@ -54,7 +55,38 @@ def partition(
                 _unfold(gather.node)
         for reduction in reductions(module.graph):
             _set_group(reduction.node, reduction.options[-1][0])
+    _save_what_views_are_of(forward.graph, backward.graph, num_fwd_outputs)
     return opaque_objects_last(forward, backward, num_fwd_outputs)
+
+
+def _save_what_views_are_of(forward: Graph, backward: Graph, num_fwd_outputs: int) -> None:
+    """Let views of whole tensors be taken in the backward graph, and the tensors be saved for it.
+
+    Views then are part of the bodies that read them (``compile_once.py``).
+    """
+    output = forward.output_node()
+    values: list[Any] = list(cast(Any, output.args[0]))
+    placeholders = {node.name: node for node in backward.find_nodes(op="placeholder")}
+    first = next(node for node in backward.nodes if node.op != "placeholder")
+    for i, value in enumerate(values[num_fwd_outputs:], num_fwd_outputs):
+        chain: list[Node] = []
+        base = value
+        while is_whole_view(base):
+            chain.append(base)
+            (base,) = base.all_input_nodes
+        if not chain or base.op == "placeholder" or base in values:
+            continue
+        saved = placeholders[value.name]
+        readers = list(saved.users)
+        copies = {base: saved}
+        with backward.inserting_before(first):
+            for node in reversed(chain):
+                copies[node] = backward.node_copy(node, copies.__getitem__)
+        for reader in readers:
+            reader.replace_input_with(saved, copies[value])
+        values[i], saved.meta["val"] = base, base.meta["val"]
+    output.args = (tuple(values),)
+    forward.eliminate_dead_code()
 
 
 def _set_group(reduction: Node, group: Any) -> None:

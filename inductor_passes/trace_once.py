@@ -6,7 +6,8 @@
 
 The forward and the backward of a body are traced by themselves and put back into the joint graph, which is what it is
 without bodies (``ops/call.py``), before anything is planned. Gathers stay outside, and so does what a body may not
-hold. A block begins where the first of its weights is read.
+hold. An activation checkpoint is part of a body, and its nodes keep the marks by which partitioners know them. A block
+begins where the first of its weights is read.
 
 Two blocks are alike if they are equal node by node but for names: functions, constants, which node reads which, and
 dtypes, shapes, strides and ``requires_grad`` of what they read.
@@ -25,8 +26,9 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from inductor_passes.checkpoints import is_plain, operand_of, region_key, region_of
 from inductor_passes.ops.call import CALL, add_body, prepare
-from inductor_passes.torch_compat.aot_autograd import trace_by_itself
+from inductor_passes.torch_compat.aot_autograd import checkpoint_tags, trace_by_itself
 from inductor_passes.torch_compat.proxy_tensor import fake_like
 
 _LEAST_NODES = 4
@@ -96,14 +98,14 @@ def trace_once(
     runs, outside = _runs(module.graph, block_of)
     of_key: dict[Any, list[_Run]] = defaultdict(list)
     for run in runs:
-        if run.key is not None and len(run.nodes) >= _LEAST_NODES:
+        if run.key is not None and run.size >= _LEAST_NODES:
             of_key[run.key].append(run)
     bodies: list[tuple[_Body, list[_Run]]] = []
     for calls in of_key.values():
         if len(calls) > 1:
             body = calls[0].trace(decompositions())
             if isinstance(body, str):
-                outside[body] += sum(len(run.nodes) for run in calls)
+                outside[body] += sum(run.size for run in calls)
             else:
                 bodies.append((body, calls))
     replaced: dict[Node, Node] = {}
@@ -113,7 +115,7 @@ def trace_once(
     if bodies:
         module.graph.lint()
         module.recompile()
-    return TracedOnce(tuple((len(calls[0].nodes), len(calls)) for _, calls in bodies), tuple(outside.most_common()))
+    return TracedOnce(tuple((calls[0].size, len(calls)) for _, calls in bodies), tuple(outside.most_common()))
 
 
 def _runs(graph: Graph, block_of: Mapping[Node, str | None]) -> tuple[list["_Run"], Counter[str]]:
@@ -147,11 +149,19 @@ def _changes_a_context(node: Node) -> bool:
 
 def _reason_outside(node: Node) -> str | None:
     """Return why a node cannot be in a body; ``None``: it can be."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    inputs = node.all_input_nodes
+    if is_plain(node):
+        inner = [n for n in region_of(node).graph.nodes if n.op not in ("placeholder", "output")]
+        if any(map(_changes_a_context, inner)):
+            return "contexts that the graph enters"
+        if reason := next(filter(None, map(_reason_outside, inner)), None):
+            return f"{reason} in checkpoints"
+        inputs = [n for n in inputs if n is not node.args[0]]
+    elif isinstance(node.target, torch._ops.HigherOrderOperator):
         return "higher-order operators"
-    if any(n.op == "get_attr" for n in node.all_input_nodes):
+    if any(n.op == "get_attr" for n in inputs):
         return "constants of the model"
-    values = tree_leaves([n.meta.get("example_value") for n in (node, *node.all_input_nodes)])
+    values = tree_leaves([n.meta.get("example_value") for n in (node, *inputs)])
     return next(filter(None, map(_reason_not_passed, values)), None)
 
 
@@ -182,11 +192,17 @@ class _Run:
         self.nodes = list(nodes)
         inside = set(nodes)
         self._results = [node for node in nodes if any(user not in inside for user in node.users)]
-        number = {node: i for i, node in enumerate(nodes)}
+        checkpoints = list(filter(is_plain, nodes))
+        self._regions = [node.all_input_nodes[0] for node in checkpoints]
+        number = {node: f"%{i}" for i, node in enumerate(nodes)}
+        number.update((node, f"@{i}") for i, node in enumerate(self._regions))
+        regions = list(map(region_of, checkpoints))
+        self.size = sum(len(region.graph.nodes) for region in regions) + len(nodes) - len(regions)
+        """Number of nodes."""
         operands: dict[Node, int] = {}
 
         def named(node: Node) -> str:
-            return f"%{number[node]}" if node in number else f"${operands.setdefault(node, len(operands))}"
+            return number.get(node) or f"${operands.setdefault(node, len(operands))}"
 
         calls = [(n.op, n.target, f"{map_arg(n.args, named)}{map_arg(n.kwargs, named)}") for n in nodes]
         self._operands = list(operands)
@@ -196,7 +212,8 @@ class _Run:
         values = [node.meta["example_value"] for node in (*self._operands, *self._results)]
         if all(isinstance(value, Tensor) for value in values) and not self._adds_up_in_another_order(run_of):
             about = tuple(map(_about, values))
-            self.key = tuple(calls), about, self._gathered, tuple(number[node] for node in self._results)
+            results = tuple(number[node] for node in self._results)
+            self.key = tuple(calls), tuple(map(region_key, regions)), about, self._gathered, results
 
     def _adds_up_in_another_order(self, run_of: Mapping[Node, int]) -> bool:
         """Return whether the gradient of an operand has several terms here and others from other runs.
@@ -205,7 +222,9 @@ class _Run:
         The run that makes the operand is no other one: the terms of its readers come last.
         """
         for node in self._operands:
-            readers = Counter(run_of.get(user) for user in node.users)
+            readers: Counter[int | None] = Counter()
+            for user in node.users:
+                readers[run_of.get(user)] += _reads(user, node)
             here = readers.pop(run_of[self.nodes[0]])
             readers.pop(run_of.get(node, -1), None)
             if node.meta["example_value"].requires_grad and here > 1 and readers:
@@ -216,12 +235,14 @@ class _Run:
         """Trace the forward and the backward of the body, or return why there can be none."""
         graph = Graph()
         copies: dict[Node, Node] = {node: graph.placeholder(f"arg{i}") for i, node in enumerate(self._operands)}
+        regions = {str(node.target): getattr(node.graph.owning_module, str(node.target)) for node in self._regions}
+        copies.update((node, graph.get_attr(str(node.target))) for node in self._regions)
         for node in self.nodes:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
         graph.output(tuple(copies[node] for node in self._results))
         operands = [node.meta["example_value"] for node in self._operands]
         results = [node.meta["example_value"] for node in self._results]
-        function = GraphModule({}, graph)
+        function = GraphModule(regions, graph)
         if _shares_or_changes_memory(function, operands):
             return "results that share memory, or changes in place"
         if torch.is_grad_enabled() and not all(x.is_contiguous() for x in results if x.requires_grad):
@@ -239,7 +260,7 @@ class _Run:
 
     def _add(self, module: GraphModule) -> str:
         operands = [_about(node.meta["val"]) for node in module.graph.find_nodes(op="placeholder")]
-        digest = hashlib.sha256(f"{module.code}{operands}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{module.code}{operands}{checkpoint_tags(module.graph)}".encode()).hexdigest()
         add_body(digest, module)
         return digest
 
@@ -261,8 +282,15 @@ class _Run:
         for node in self._results:
             for user in [user for user in node.users if user not in inside]:
                 user.replace_input_with(node, replaced[node])
-        for node in reversed(self.nodes):
+        for node in reversed([*self._regions, *self.nodes]):
             graph.erase_node(node)
+
+
+def _reads(user: Node, source: Node) -> int:
+    """Return how many operators read ``source`` by the node ``user``."""
+    if not is_plain(user):
+        return 1
+    return sum(len(inner.users) for inner, passed in operand_of(user) if passed is source)
 
 
 def _about(value: Tensor) -> tuple[Any, ...]:

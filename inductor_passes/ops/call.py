@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from inductor_passes.ops.pack import LIBRARY
+from inductor_passes.torch_compat.aot_autograd import number_checkpoints, tell_checkpoints_apart
 from inductor_passes.torch_compat.autograd import without_dispatch_modes
 from inductor_passes.torch_compat.proxy_tensor import is_traced, trace
 
@@ -100,12 +101,15 @@ def inline(graph: Graph) -> None:
     for each in () if module is None else module.children():
         if isinstance(each, GraphModule):
             inline(each.graph)
-    for node in list(graph.find_nodes(op="call_function", target=CALL)):
+    calls = list(graph.find_nodes(op="call_function", target=CALL))
+    for i, node in enumerate(calls):
         operands, name = node.args
-        _inline(node, _body(name).graph, operands)
+        _inline(node, _body(name).graph, operands, i)
+    if calls:
+        number_checkpoints(graph)
 
 
-def _inline(call_node: Node, body: Graph, operands: Any) -> None:
+def _inline(call_node: Node, body: Graph, operands: Any, number_of_call: int) -> None:
     graph = call_node.graph
     copies: dict[Node, Node] = dict(zip(body.find_nodes(op="placeholder"), operands, strict=True))
     returned: Any = body.output_node().args[0]
@@ -126,6 +130,7 @@ def _inline(call_node: Node, body: Graph, operands: Any) -> None:
                             call_node.prepend(made)
                 copies[node] = graph.node_copy(node, lambda n: copies[n])
                 copies[node].meta = {**call_node.meta, **node.meta}
+                tell_checkpoints_apart(copies[node], number_of_call)
             for part in parts.get(node, ()):
                 part.replace_all_uses_with(copies[node])
                 graph.erase_node(part)

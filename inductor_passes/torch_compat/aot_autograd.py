@@ -31,6 +31,35 @@ TANGENTS_ARE_HELD = not hasattr(torch.autograd.Function, "boxed_grads_call")
 PartitionedGraphs = tuple[GraphModule, GraphModule]
 
 
+_TAGS = ("recompute", "ac_graph_id")
+"""Keys in ``node.meta`` by which partitioners know the nodes of activation checkpoints, and one checkpoint from the
+next: ids are larger the later a checkpoint is called."""
+_HIDDEN = "simplefsdp_checkpoint"
+
+
+def checkpoint_tags(graph: Graph) -> list[Any]:
+    """Return what partitioners know of each node: which checkpoint of the graph it is in, and what becomes of it."""
+    ids: dict[Any, int] = {None: -1}
+    return [
+        (str(node.meta.get("recompute")), ids.setdefault(node.meta.get("ac_graph_id"), len(ids)))
+        for node in graph.nodes
+    ]
+
+
+def tell_checkpoints_apart(node: Node, number: int) -> None:
+    """Let a node of the graph's call ``number`` belong to other checkpoints than copies of it in other calls."""
+    if "ac_graph_id" in node.meta:
+        node.meta["ac_graph_id"] = number, node.meta["ac_graph_id"]
+
+
+def number_checkpoints(graph: Graph) -> None:
+    """Give checkpoints that were told apart ids as torch does, in the order of the graph."""
+    ids: dict[Any, int] = {}
+    for node in graph.nodes:
+        if "ac_graph_id" in node.meta:
+            node.meta["ac_graph_id"] = ids.setdefault(node.meta["ac_graph_id"], len(ids))
+
+
 def trace_by_itself(
     function: GraphModule,
     operands: Sequence[Tensor],
@@ -41,7 +70,8 @@ def trace_by_itself(
     """Return the forward and the backward graph of a part of the graph that is being compiled.
 
     The forward returns the results and what the backward reads before the gradients of the results. Without gradients
-    (``torch.no_grad``, or nothing that requires one) there is no backward.
+    (``torch.no_grad``, or nothing that requires one) there is no backward. What an activation checkpoint computes is
+    saved like everything else, and tagged for whoever partitions the graph that the part is of.
 
     Args:
         function: a graph of Dynamo's; it writes to none of its inputs, and its results share no memory.
@@ -57,7 +87,11 @@ def trace_by_itself(
     def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_kwargs: Any) -> PartitionedGraphs:
         noting.remove_casts(joint.graph, num_fwd_outputs)
         prepare(joint)
+        for node in joint.graph.nodes:
+            node.meta[_HIDDEN] = {name: node.meta.pop(name) for name in _TAGS if name in node.meta}
         found.extend(default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs))
+        for node in (node for module in found for node in module.graph.nodes):
+            node.meta.update(node.meta.pop(_HIDDEN, {}))
         return found[0], found[1]
 
     def forward_alone(graph: GraphModule, _inputs: Sequence[Any]) -> Any:

@@ -4,7 +4,8 @@ import ctypes
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +34,31 @@ NO_OTHER_REORDERING: dict[str, Any] = {
 """Inductor configuration under which no pass moves kernels after ``_post_fusion_custom_pass``."""
 if not hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"):  # before 2.14
     del NO_OTHER_REORDERING["aten_distributed_optimizations.enable_simple_overlap"]
+
+
+@contextmanager
+def unchanged_is_same() -> Iterator[None]:
+    """Let TorchInductor see meanwhile that what is the very same fake tensor has not changed.
+
+    Before and after each pass that changes a graph, it computes the shapes again of what may have changed. It takes the
+    results of every ``invoke_subgraph`` for changed, because it expects a result with another storage, and so whatever
+    is computed of them.
+    """
+    from torch._inductor import fx_utils  # seconds to import, so not before it is needed
+
+    compare = getattr(fx_utils, "_is_fake_tensor_same", None)
+    if compare is None:
+        yield
+        return
+
+    def is_same(new: Any, old: Any, *args: Any, **kwargs: Any) -> bool:
+        return new is old or compare(new, old, *args, **kwargs)
+
+    fx_utils._is_fake_tensor_same = is_same
+    try:
+        yield
+    finally:
+        fx_utils._is_fake_tensor_same = compare
 
 
 def load_cpp(source: str, *, vectorized: bool = False) -> ctypes.CDLL:

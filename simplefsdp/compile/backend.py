@@ -33,6 +33,7 @@ from inductor_passes.torch_compat.inductor import (
     joint_graph_passes,
     number_seeds,
     sees_joint_graphs,
+    unchanged_is_same,
 )
 from inductor_passes.trace_once import call_block
 from simplefsdp.compile.context import compilation_context, source_hash
@@ -165,7 +166,8 @@ def _inductor(
     def lower(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:  # of backward: when the first backward runs
         progress.begin(f"lowering {direction_of(graph.graph)}")
         try:
-            return lower_graph(graph, *args, **kwargs)
+            with unchanged_is_same():
+                return lower_graph(graph, *args, **kwargs)
         finally:
             progress.end()
 

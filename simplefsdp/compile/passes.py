@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule
 from inductor_passes.accumulate_once import accumulate_once
 from inductor_passes.bucket import assign, bucket, choose_formats, let_none_work_in_place_on_the_input_of_another
 from inductor_passes.cast_before_gather import cast_before_gather
+from inductor_passes.checkpoints import take_gathers_out
 from inductor_passes.collectives import Collective, GraphParameter, identify, reductions
 from inductor_passes.compile_once import compile_once, render_bodies
 from inductor_passes.fusion_order import put_fused_together
@@ -85,6 +86,7 @@ class Passes:
         """
         with encoded_by_passes(), nullcontext() if prepare is None else calls_traced(prepare):
             if prepare is not None and self.given.request is not None and self.given.compile_once:
+                take_gathers_out(gm, unshard)
                 infos = [getattr(value, "simple_fsdp_info", None) for value in example_inputs]
                 info_of = dict(zip(gm.graph.find_nodes(op="placeholder"), infos, strict=True))
                 gathers = gm.graph.find_nodes(op="call_function", target=unshard)

@@ -308,9 +308,8 @@ unpack_weights_default = torch.ops.simplefsdp.unpack_weights.default(wait_tensor
 getitem: float64[18] = operator.getitem(unpack_weights_default, 0)
 getitem_1: float64[12] = operator.getitem(unpack_weights_default, 1)
 view_default: float64[6, 3] = torch.ops.aten.view.default(getitem, [6, 3])
-view_default_1: float64[12] = torch.ops.aten.view.default(getitem_1, [12])
 neg_default: float64[6, 3] = torch.ops.aten.neg.default(view_default)
-neg_default_1: float64[12] = torch.ops.aten.neg.default(view_default_1)
+neg_default_1: float64[12] = torch.ops.aten.neg.default(getitem_1)
 return (neg_default, neg_default_1)
 """,
         )
@@ -326,12 +325,10 @@ x1: float32[12] = input
 pack_gradients_default: float64[30] = torch.ops.simplefsdp.pack_gradients.default([x0, x1], 3, torch.float64)
 reduce_scatter_tensor_default_2: float64[10] = torch.ops._c10d_functional.reduce_scatter_tensor.default(pack_gradients_default, avg, 3, 0)  # p0, p1
 wait_tensor_default_2: float64[10] = torch.ops._c10d_functional.wait_tensor.default(reduce_scatter_tensor_default_2)
-slice_tensor: float64[6] = torch.ops.aten.slice.Tensor(wait_tensor_default_2, 0, 0, 6)
-slice_tensor_1: float64[4] = torch.ops.aten.slice.Tensor(wait_tensor_default_2, 0, 6, 10)
-view_default: float64[2, 3] = torch.ops.aten.view.default(slice_tensor, [2, 3])
-neg_default: float64[2, 3] = torch.ops.aten.neg.default(view_default)
-view_default_1: float64[4] = torch.ops.aten.view.default(slice_tensor_1, [4])
-neg_default_1: float64[4] = torch.ops.aten.neg.default(view_default_1)
+as_strided_default: float64[2, 3] = torch.ops.aten.as_strided.default(wait_tensor_default_2, [2, 3], [3, 1], 0)
+neg_default: float64[2, 3] = torch.ops.aten.neg.default(as_strided_default)
+as_strided_default_1: float64[4] = torch.ops.aten.as_strided.default(wait_tensor_default_2, [4], [1], 6)
+neg_default_1: float64[4] = torch.ops.aten.neg.default(as_strided_default_1)
 return (neg_default, neg_default_1)
 """,
         )

@@ -15,7 +15,7 @@ from inductor_passes.bodies import INVOKE
 from inductor_passes.compile_once import Bodies
 from inductor_passes.ops import call as calls
 from inductor_passes.runtime.record import is_step, record_graph
-from inductor_passes.trace_once import TracedOnce, trace_once
+from inductor_passes.trace_once import TracedOnce, call_block, trace_once
 from simplefsdp import simple_fsdp
 from simplefsdp.compile import passes as compilation
 from tests.graphs import Captured, capture
@@ -46,6 +46,7 @@ def flat(monkeypatch: pytest.MonkeyPatch, model: nn.Module, *inputs: Any, **opti
     """The graphs of a model of which each block, each gather and each reduction is traced where it is."""
     with monkeypatch.context() as patched:
         patched.setattr(compilation, "trace_once", lambda *_: TracedOnce((), ()))
+        patched.setattr(compilation, "take_gathers_out", lambda *_: None)
         patched.setattr(calls, "call", lambda function, _key, *operands: function(*operands))
         patched.setattr("simplefsdp.frontend.unshard.call", calls.call)
         return capture(model, *inputs, **options)
@@ -59,7 +60,7 @@ def nodes_of(graph: Graph) -> Counter[Any]:
         read: Any = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: known[n])
         if node.op == "output":
             read = sorted(map(str, read[0][0]))
-        about = [(x.shape, x.dtype) for x in (node.meta.get("val"),) if isinstance(x, Tensor)]
+        about = shape_of(node), getattr(node.meta.get("val"), "dtype", None)
         known[node] = hash((i if node.op == "placeholder" else str(node.target), str(read), str(about)))
     return Counter(known.values())
 
@@ -71,8 +72,13 @@ def steps(graph: Graph) -> tuple[Any, Any]:
 
 
 def operators(graph: Graph) -> Counter[Any]:
-    shapes = ((n, getattr(n.meta.get("val"), "shape", None)) for n in graph.nodes)
-    return Counter((n.op if n.op == "placeholder" else str(n.target), str(shape)) for n, shape in shapes)
+    return Counter((n.op if n.op == "placeholder" else str(n.target), shape_of(n)) for n in graph.nodes)
+
+
+def shape_of(node: Node) -> tuple[int | None, ...] | None:
+    """Return the shape of a value; ``None`` for a size that is a symbol, each compilation's own."""
+    value = node.meta.get("val")
+    return tuple(n if isinstance(n, int) else None for n in value.shape) if isinstance(value, Tensor) else None
 
 
 def hybrid() -> dict[str, Any]:
@@ -92,10 +98,11 @@ class Norm(nn.Module):
 
 
 class Residual(nn.Module):
-    """Residual blocks with norms, and with ``dropout`` where a test asks for it."""
+    """Residual blocks with norms, and with ``dropout`` and checkpoints where a test asks for them."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, checkpointed: bool = False) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         self.embed = nn.Linear(8, 8)
         self.layers = nn.ModuleList(
             nn.Sequential(Norm(8), nn.Linear(8, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 8))
@@ -106,7 +113,10 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for layer in self.layers:
-            x = x + layer(x)
+            if self.checkpointed:
+                x = x + torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = x + layer(x)
         return self.norm(x).square().mean()
 
 
@@ -128,8 +138,11 @@ SHARED: dict[str, tuple[Any, Any, int]] = {
     # A norm that models write themselves begins in the block before it, whose residual nobody reads behind the last.
     "norms whose first operators read no weight": (residual, dict, BLOCKS - 1),
     "dropout": (lambda: residual(dropout=0.1), dict, BLOCKS - 1),
+    "dropout in checkpoints": (lambda: residual(dropout=0.1, checkpointed=True), dict, BLOCKS - 1),
+    "checkpointed blocks": (lambda: llama(activation_checkpointing="block"), dict, BLOCKS),
+    "selective checkpointing": (lambda: llama(activation_checkpointing="selective"), dict, BLOCKS),
 }
-FAST = ("bfloat16", "norms whose first operators read no weight", "dropout")
+FAST = ("bfloat16", "norms whose first operators read no weight", "dropout in checkpoints")
 
 
 @pytest.mark.usefixtures("one_of_four")
@@ -225,7 +238,22 @@ class Numbers(Blocks):
 
 class Checkpointed(Blocks):
     def block(self, layer, x, _start):
-        return torch.utils.checkpoint.checkpoint(lambda x: layer(x).sin().cos() * x, x, use_reentrant=False)
+        return torch.utils.checkpoint.checkpoint(self.checkpointed, layer, x, use_reentrant=False)
+
+    def checkpointed(self, layer, x):
+        return layer(x).sin().cos() * x
+
+
+class AutocastInCheckpoint(Checkpointed):
+    def checkpointed(self, layer, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x).float().sin() * x
+
+
+class CheckpointInCheckpoint(Checkpointed):
+    def checkpointed(self, layer, x):
+        inner = torch.utils.checkpoint.checkpoint(lambda x: layer(x).sin().cos(), x, use_reentrant=False)
+        return inner * x
 
 
 ALONE = {
@@ -233,7 +261,8 @@ ALONE = {
     "a buffer that is written to": (Written, "results that share memory, or changes in place"),
     "contexts": (Autocast, "contexts that the graph enters"),
     "symbolic sizes": (Numbers, "symbolic sizes"),
-    "checkpoints": (Checkpointed, "higher-order operators"),
+    "contexts in checkpoints": (AutocastInCheckpoint, "contexts that the graph enters"),
+    "checkpoints in checkpoints": (CheckpointInCheckpoint, "values that are no tensors in checkpoints"),
 }
 
 
@@ -251,6 +280,39 @@ def test_what_cannot_be_traced_by_itself_is_traced_where_it_is(name, found, monk
     assert found[0].bodies == ()
     assert reason is None or f"with {reason}" in str(found[0])
     assert operators(graphs[0].backward) == operators(graphs[1].backward)
+
+
+def save_matmuls():
+    return torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+
+def save_sines():
+    return torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_caches_tell_bodies_apart_by_what_their_checkpoints_save(monkeypatch):
+    class Selective(Blocks):
+        def __init__(self, contexts):
+            super().__init__()
+            self.contexts = contexts
+
+        def block(self, layer, x, _start):
+            checkpointed = torch.utils.checkpoint.checkpoint
+            return checkpointed(lambda x: layer(x).sin().cos() * x, x, use_reentrant=False, context_fn=self.contexts)
+
+    names = []
+
+    def noted(module, *args):
+        found = trace_once(module, *args)
+        (name,) = {node.args[0] for node in module.graph.find_nodes(op="call_function", target=call_block)}
+        names.append(name)
+        return found
+
+    monkeypatch.setattr(compilation, "trace_once", noted)
+    for contexts in (save_matmuls, save_sines, save_matmuls):
+        capture(simple_fsdp(Selective(contexts)), torch.randn(6, 8), plan="block", compile_once=True)
+    assert names[0] == names[2] != names[1]
 
 
 @pytest.mark.usefixtures("one_of_four")
@@ -291,7 +353,7 @@ class Choices(Blocks):
         return self.first(x).gather(1, rows[:, None] % 8).sum() + 0 * sum(y.detach().sum() for y in unread)
 
 
-@pytest.mark.parametrize("build", [Residual, Slices, Choices, View, ReadTwice])
+@pytest.mark.parametrize("build", [Residual, Slices, Choices, View, ReadTwice, Checkpointed])
 def test_values_and_gradients_are_those_of_eager_mode(build, found):
     torch.manual_seed(0)
     model, x = build(), torch.randn(6, 8)
