@@ -14,7 +14,6 @@ from inductor_passes.fusion import is_view
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
 _aten = torch.ops.aten
-_VIEWS_WITHOUT_ALIAS_INFO = (_aten._unsafe_view.default, _aten.reshape.default)
 _ALIGNMENT = 16
 """Bytes. TorchInductor lets kernels of a body read its inputs by vectors of this size."""
 
@@ -27,7 +26,7 @@ def is_part(node: Node) -> bool:
 def is_alias(node: Node) -> bool:
     """Return whether a node's value is memory of its first input."""
     target = node.target
-    if target in _VIEWS_WITHOUT_ALIAS_INFO:
+    if target is _aten.reshape.default:  # what TorchInductor makes of views
         return True
     if target is operator.getitem:  # of split or unbind
         return is_alias(node.all_input_nodes[0])

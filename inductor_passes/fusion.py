@@ -15,7 +15,7 @@ _aten = torch.ops.aten
 
 def is_view(node: Node) -> bool:
     """Return whether a node's value is part of an input's memory."""
-    if node.target in (operator.getitem, WAIT):
+    if node.target in (operator.getitem, WAIT, _aten._unsafe_view.default):  # the last is one that its schema hides
         return True
     returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
     return any(value.alias_info and not value.alias_info.is_write for value in returns)

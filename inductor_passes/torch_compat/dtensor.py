@@ -1,5 +1,7 @@
 """DTensor: construction, local shards and meshes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -21,6 +23,25 @@ def dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], 
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)
+
+
+@contextmanager
+def meshes_pickled_without_hash() -> Iterator[None]:
+    """Let a ``DeviceMesh`` be pickled meanwhile as it is in every process.
+
+    Keys of torch's compile caches are hashes of pickled inputs, among them the meshes of DTensors that a graph takes. A
+    mesh keeps its ``hash()``, which has another value in each process because that of a string has.
+    """
+    get_state = DeviceMesh.__getstate__
+
+    def without_hash(mesh: DeviceMesh) -> dict[str, Any]:
+        return {**get_state(mesh), "_hash": None}
+
+    DeviceMesh.__getstate__ = without_hash  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        DeviceMesh.__getstate__ = get_state  # type: ignore[method-assign]
 
 
 def local_tensor(value: Any) -> Any:

@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule
 from inductor_passes.regions import inline_regions
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.torch_compat.aot_autograd import PartitionedGraphs
+from inductor_passes.torch_compat.dtensor import meshes_pickled_without_hash
 from inductor_passes.torch_compat.inductor import (
     FREE_AT_LAST_USE,
     NO_OTHER_REORDERING,
@@ -180,6 +181,7 @@ def _inductor(
     try:
         with (
             _garbage_collection_paused(),
+            meshes_pickled_without_hash(),
             passes.tracing(gm, example_inputs, select_decomp_table, None if is_seen else prepare),
         ):
             return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches=patches, inner_compile=lower))

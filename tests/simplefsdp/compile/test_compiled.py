@@ -3,13 +3,16 @@
 import os
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.modules.module import register_module_forward_hook
 
 from simplefsdp import simple_fsdp
@@ -111,6 +114,63 @@ def _switch(cache: str) -> Any:
     counters = torch._dynamo.utils.counters
     hits = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
     return counts, saved, hits
+
+
+@pytest.mark.slow
+def test_processes_that_are_given_the_artifacts_of_others_compile_nothing(tmp_path: Path) -> None:
+    """One file a rank: uneven shards have other graphs. With tensor parallelism graphs take meshes."""
+    runs = []
+    for name in ("first", "second"):
+        ranks = Ranks(2)
+        try:
+            runs.append(ranks.run(_train_from_artifacts, str(tmp_path), name))
+        finally:
+            ranks.close()
+    first, second = runs
+    assert [(found.hits, found.misses) for found in first] == [(0, 2)] * 2
+    assert [(found.hits, found.misses) for found in second] == [(2, 0)] * 2
+    assert [found.losses for found in first] == [found.losses for found in second]
+
+
+class Started(NamedTuple):
+    hits: int
+    misses: int
+    losses: list[float]
+
+
+def _train_from_artifacts(folder: str, name: str) -> Started:
+    rank = dist.get_rank()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder, name, str(rank)))
+    artifacts = Path(folder, f"{rank}.artifacts")
+    torch._dynamo.utils.counters.clear()
+    if artifacts.exists():
+        torch.compiler.load_cache_artifacts(artifacts.read_bytes())
+    losses = []
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(rank)
+    x = torch.randn(4, 6)
+    for is_parallel in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 6))
+        if is_parallel:
+            parallelize_module(
+                model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+            )
+        sharded = simple_fsdp(model, mesh["dp"]) if is_parallel else simple_fsdp(model)
+        forward = compiled(sharded, INDUCTOR, fullgraph=True)
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        for _ in range(2):
+            loss = forward(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    if not artifacts.exists():
+        found = torch.compiler.save_cache_artifacts()
+        assert found is not None
+        artifacts.write_bytes(found[0])
+    counters = torch._dynamo.utils.counters["aot_autograd"]
+    return Started(counters["autograd_cache_hit"], counters["autograd_cache_miss"], losses)
 
 
 def test_frozen_parameters_are_not_reduced(two_ranks: Ranks) -> None:
