@@ -7,6 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from simplefsdp.analysis.explanation import ROWS, Explanation, explain
+from simplefsdp.analysis.first_step import first_step
 from simplefsdp.analysis.html_report import write_html_report
 from simplefsdp.analysis.measurement import Measurement
 from simplefsdp.analysis.prediction import StepCosts
@@ -86,6 +87,7 @@ def run(args: argparse.Namespace) -> None:
             print(compared(one, other))
             continue
         print(one.text(len(one.buckets) if args.all else ROWS))
+        print(first_step(folder), end="")
         try:
             print(f"in pictures: {', '.join(map(str, write_html_report(folder, one)))}")
         except ModuleNotFoundError as error:

@@ -170,7 +170,7 @@ def _inductor(
             with unchanged_is_same():
                 return lower_graph(graph, *args, **kwargs)
         finally:
-            progress.end()
+            passes.end_stages()
 
     def prepare(body: GraphModule) -> None:
         joint_graph_passes(body, parsed.inductor)
@@ -186,7 +186,7 @@ def _inductor(
         ):
             return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches=patches, inner_compile=lower))
     finally:
-        progress.end()  # also where the compile cache has the graph, and where there is an error
+        passes.end_stages()  # also where the compile cache has the graph, and where there is an error
 
 
 @contextmanager

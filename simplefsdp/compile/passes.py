@@ -33,6 +33,7 @@ from inductor_passes.tag import tag
 from inductor_passes.torch_compat.aot_autograd import PartitionedGraphs, is_backward, is_higher_order_body
 from inductor_passes.torch_compat.dynamo import trace_artifact
 from inductor_passes.trace_once import trace_once
+from simplefsdp.analysis.first_step import BODIES, FIRST_STEP, TRACED_ONCE
 from simplefsdp.analysis.timeline_trace import prediction_files
 from simplefsdp.compile.context import CompilationContext
 from simplefsdp.compile.log import CompilationLog
@@ -96,7 +97,7 @@ class Passes:
                     decompositions,
                 )
                 log.debug("%s", found)
-                self._dump_text("traced_once.txt", f"{found}\n")
+                self._dump_text(TRACED_ONCE, f"{found}\n")
             yield
 
     def identify_and_tag(self, graph: Graph, *, round_gradients: bool) -> None:
@@ -202,7 +203,7 @@ class Passes:
             bodies = compile_once(graph)
             log.debug("%s, %s", direction, bodies)
             if self.given.report is not None:
-                self.given.report.write_text(f"{direction}_bodies.txt", render_bodies(graph, bodies))
+                self.given.report.write_text(BODIES.format(direction), render_bodies(graph, bodies))
 
     def cost_graphs(self, forward: Graph, backward: Graph) -> list[CostGraph]:
         """Return both graphs as their schedule sees them; none without a profile."""
@@ -296,6 +297,12 @@ class Passes:
         if self.given.narrows:
             cast_what_is_encoded(backward)
         self._dump_text("plan.json", plan.to_json())
+
+    def end_stages(self) -> None:
+        """End the current stage of the compilation; the report says how long each took in this process until now."""
+        self.notes.progress.end()
+        seconds = sum(self.notes.progress.seconds.values())
+        self._dump_text(FIRST_STEP, f"{seconds:.1f} s: {self.notes.progress}\n")
 
     def _dump(self, step: str, graph: Graph) -> None:
         if self.given.report is not None:

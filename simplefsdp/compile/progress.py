@@ -43,7 +43,10 @@ class Progress:
         if self._shown:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
-        log.info("compiled: %s", ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in self.seconds.items()))
+        log.info("compiled: %s", self)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in self.seconds.items())
 
     def _end_stage(self) -> None:
         if self._stage:

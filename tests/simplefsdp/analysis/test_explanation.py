@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -41,6 +42,21 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def explained(reports: Path) -> dict[str, Explanation]:
     """The explanation of each report, by name."""
     return {folder.name: next(iter(read(folder).values())) for folder in reports.iterdir()}
+
+
+def test_a_screen_says_how_a_graph_was_compiled(
+    reports: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(reports / "block", tmp_path / "report")
+    (folder,) = (tmp_path / "report").iterdir()
+    (folder / "first_step.txt").write_text("3.0 s: tracing 1.0 s, partitioning and planning 2.0 s\n")
+    (folder / "backward_bodies.txt").write_bytes(b"\xff")
+    (folder / "traced_once.txt").unlink()
+    lines = printed(capsys, monkeypatch, folder).splitlines()
+    assert "  first step   3.0 s: tracing 1.0 s, partitioning and planning 2.0 s" in lines
+    assert any(line.startswith("  forward      compiled once: ") for line in lines)
+    assert "  backward     backward_bodies.txt cannot be read: UnicodeDecodeError" in lines
+    assert not any(line.startswith("  blocks ") for line in lines)
 
 
 def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: Any) -> str:

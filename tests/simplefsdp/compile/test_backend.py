@@ -279,6 +279,9 @@ def test_a_report_shows_each_graph_before_and_after_each_pass_also_from_a_warm_c
             found.append({path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.*")})
             assert counters["autograd_cache_hit"] == (2 if folder.name == "warm" else 0)
     cold, warm = found
+    first_steps = [[files.pop(f"graph_0_{i}/first_step.txt") for i in range(2)] for files in found]
+    assert all("lowering forward" in seconds for seconds in first_steps[0])
+    assert all(": tracing " in seconds and "lowering" not in seconds for seconds in first_steps[1])
     assert cold == warm
     assert sorted(cold) == [
         "graph_0_0/01_joint_before_identify.txt",
