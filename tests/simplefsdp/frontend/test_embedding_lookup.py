@@ -145,6 +145,8 @@ def _other_lookups() -> None:
     model(torch.arange(3)).sum().backward()
     with pytest.raises(RuntimeError, match=r"lookup of 3 tokens in embeddings.[01].weight"):
         optimizer.step()
+    dist.barrier()
+    forget_failures()  # or the watch finds the difference once more where a later test pauses
 
 
 @pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
