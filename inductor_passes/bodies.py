@@ -51,8 +51,9 @@ class Run:
         self._results = list(results)
         needed = _needed(self._results, inside)
         computed = [node for node in nodes if node in needed]
-        self._taken = _taken_once_more(computed, inside)
-        self._nodes = [*self._taken, *computed]
+        self.taken = _taken_once_more(computed, inside)
+        """Views outside of the run that the body takes once more; where only bodies read them they can be erased."""
+        self._nodes = [*self.taken, *computed]
         number = {node: i for i, node in enumerate(self._nodes)}
         operands: dict[Node, int] = {}
 
@@ -111,12 +112,9 @@ class Run:
         self.is_called = True
 
     def erase(self) -> None:
-        """Erase the run's nodes, whose results nobody reads any more, and views that only the run has read."""
+        """Erase the run's nodes, whose results nobody reads any more."""
         for node in reversed(self._all):
             node.graph.erase_node(node)
-        for node in reversed(self._taken):
-            if not node.users and not node._erased:
-                node.graph.erase_node(node)
 
 
 def _views_of(node: Node, inside: set[Node]) -> list[Node]:

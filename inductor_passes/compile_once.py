@@ -103,6 +103,10 @@ def _share(graph: Graph, runs: Iterable[Run]) -> list[Body]:
     for calls in repeated:
         for run in calls:
             run.erase()
+    views = dict.fromkeys(view for calls in repeated for run in calls for view in run.taken)
+    for view in reversed(views):
+        if not view.users:
+            graph.erase_node(view)
     return [Body(calls[0].operators, len(calls)) for calls in repeated]
 
 

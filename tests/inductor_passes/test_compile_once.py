@@ -71,6 +71,38 @@ def test_equal_blocks_are_calls_of_one_body_between_the_same_collectives() -> No
     assert sorted(calls(repeated.backward).values()) == [BLOCKS - 1]
 
 
+@pytest.mark.usefixtures("one_of_four")
+def test_a_block_more_is_few_nodes_more_beside_its_calls() -> None:
+    found = []
+    for layers in (4, 5):
+        captured = capture(simple_fsdp(tiny_llama(layers=layers)), *batch(0, 0), plan="block", compile_once=True)
+        graphs = captured.forward, captured.backward
+        found.append([Counter(str(node.target) for node in graph.nodes) for graph in graphs])
+    forward, backward = (more - fewer for fewer, more in zip(*found, strict=True))
+    gather = {
+        "simplefsdp.pack_shards.default": 1,
+        "_c10d_functional.all_gather_into_tensor.default": 1,
+        "simplefsdp.unpack_weights.default": 1,
+    }
+    assert {target: count for target, count in forward.items() if "." in target} == {
+        **gather,
+        "_c10d_functional.wait_tensor.default": 1,
+        "aten.detach.default": 2,  # TorchInductor's passes remove it
+    }
+    assert {target: count for target, count in backward.items() if "." in target} == {
+        **gather,
+        "simplefsdp.pack_gradients.default": 1,
+        "_c10d_functional.reduce_scatter_tensor.default": 1,
+        "_c10d_functional.wait_tensor.default": 2,
+        "aten.as_strided.default": 9,
+        # Views of results, most of which TorchInductor's passes remove, and the gradient of a weight, which is a result
+        # of the block before.
+        "aten.t.default": 15,
+        "aten.view.default": 4,
+        "aten.mm.default": 1,
+    }
+
+
 def hybrid(model: nn.Module) -> nn.Module:
     return simple_fsdp(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
