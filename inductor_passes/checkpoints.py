@@ -47,7 +47,7 @@ def take_gathers_out(module: GraphModule, gather: Any) -> None:
 
     Args:
         module: Dynamo's graph; it is changed.
-        gather: the function that gathers; its results are the only ones of their functions that are moved.
+        gather: the function that gathers.
     """
     calls = list(filter(is_plain, module.graph.find_nodes(op="call_function", target=CHECKPOINT)))
     for call in calls:
