@@ -111,10 +111,11 @@ class Run:
         replaced.update(new)
         self.is_called = True
 
-    def erase(self) -> None:
-        """Erase the run's nodes, whose results nobody reads any more."""
+    def erase(self) -> list[Node]:
+        """Erase the run's nodes, whose results nobody reads any more, and return them."""
         for node in reversed(self._all):
             node.graph.erase_node(node)
+        return self._all
 
 
 def _views_of(node: Node, inside: set[Node]) -> list[Node]:

@@ -100,12 +100,13 @@ def _share(graph: Graph, runs: Iterable[Run]) -> list[Body]:
         module.add_submodule(name, body)
         for run in calls:
             run.call(name, replaced)
+    erased: set[Node] = set()
     for calls in repeated:
         for run in calls:
-            run.erase()
+            erased.update(run.erase())
     views = dict.fromkeys(view for calls in repeated for run in calls for view in run.taken)
     for view in reversed(views):
-        if not view.users:
+        if not view.users and view not in erased:  # as a view that another run has, too
             graph.erase_node(view)
     return [Body(calls[0].operators, len(calls)) for calls in repeated]
 
