@@ -133,6 +133,8 @@ class Reduction(NamedTuple):
     """Whether the gradient is made in memory that is part of the graph's live bytes until ``ready_slot``."""
     in_place: bool = False
     """Whether a group of reductions can read the gradient where it lies, so that nothing is packed."""
+    waiting_steps: int = 0
+    """Number of steps before the one that ends at ``ready_slot`` in which the gradient exists, but is not cast yet."""
 
     @property
     def gradient_bytes(self) -> int:

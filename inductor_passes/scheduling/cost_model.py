@@ -269,6 +269,10 @@ def cost_graph_of(
         """Return the number of the compute node in whose place compute node ``index`` runs."""
         return max(index, runs_at.get(cost.runs.get(compute[index], compute[index]), index))
 
+    def place_of(source: Node) -> int:
+        """Return the number of the compute node in whose place what makes ``source`` runs; 0 for an input."""
+        return runs_at.get(cost.runs.get(source, source), 0)
+
     ready = {fqn: made and runs(made - 1) + 1 for fqn, made in at.ready_slot.items()}
 
     def last_read(fqn: str) -> int:
@@ -286,9 +290,11 @@ def cost_graph_of(
     inputs = {node: _nbytes(node) for node in graph.find_nodes(op="placeholder") if node.name not in given}
     stored = {**inputs, **cost.stored}
     copied_from: dict[Node, int] = {}
+    computed: dict[Node, int] = {}
     for reduction in reductions(graph):
         gradient = before_cast_and_pad(reduction.input)
         if gradient is not reduction.input:
+            computed[reduction.node] = place_of(storage_of(gradient))
             whole = max(_nbytes(gradient), cost.stored.get(storage_of(gradient), 0))
             copied_from[reduction.node] = 0 if _is_read_otherwise(gradient, reduction.input) else whole
         source = storage_of(reduction.input)
@@ -319,14 +325,16 @@ def cost_graph_of(
             copied_from.get(reduction.node),
             bool(_changed_in_place(storage_of(reduction.input))),
             can_be_reduced_in_place(reduction),
+            max(0, slot[ready[reduction.fqns[0]]] - 1 - step_of(computed[reduction.node]))
+            if reduction.node in computed
+            else 0,
         )
         for reduction in reductions(graph)
     ]
     made: list[list[tuple[int, int]]] = [[] for _ in steps]
     for reduction, priced in zip(reductions(graph), reduced, strict=True):
         if priced.is_made_in_step:
-            source = storage_of(reduction.input)
-            made[priced.ready_slot - 1].append((runs_at.get(cost.runs.get(source, source), 0), priced.nbytes))
+            made[priced.ready_slot - 1].append((place_of(storage_of(reduction.input)), priced.nbytes))
     gathered: dict[str, Gather] = {}
     for gather in gathers(graph):
         (fqn,) = gather.fqns

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Collection
 from itertools import accumulate, pairwise
 
-from inductor_passes.scheduling.cost_graph import CostGraph, joint_contention
+from inductor_passes.scheduling.cost_graph import CostGraph, Reduction, joint_contention
 from inductor_passes.scheduling.search import QUICK, TIME_TOLERANCE, search_schedule
 
 _PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
@@ -78,6 +78,10 @@ def _without_idle_slots(graph: CostGraph) -> CostGraph:
     def step(old: int) -> int:
         return bisect_right(slots, old) - 1
 
+    def waiting(reduction: Reduction) -> int:
+        last = reduction.ready_slot - 1
+        return step(last) - step(last - reduction.waiting_steps)
+
     return CostGraph(
         tuple(sum(graph.seconds[begin:end]) for begin, end in steps),
         tuple(max(graph.live_bytes_in_step[begin:end]) for begin, end in steps),
@@ -86,7 +90,7 @@ def _without_idle_slots(graph: CostGraph) -> CostGraph:
             g._replace(first_use_slot=slot[g.first_use_slot], last_use_slot=step(g.last_use_slot))
             for g in graph.gathers
         ),
-        tuple(r._replace(ready_slot=slot[r.ready_slot]) for r in graph.reductions),
+        tuple(r._replace(ready_slot=slot[r.ready_slot], waiting_steps=waiting(r)) for r in graph.reductions),
         tuple(
             joint_contention(graph.seconds[begin:end], graph.contention[begin:end])
             for begin, end in steps

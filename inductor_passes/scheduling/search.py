@@ -1,14 +1,17 @@
 """Search for the schedule of a graph: which collectives are merged, and when each is issued and awaited.
 
-``auto`` looks for the shortest predicted time (``replay.py``) under a memory limit:
+``auto`` looks for the shortest predicted time (``replay.py``) under a memory limit, or for the shortest mean of that
+and of the times where a device and its network deviate from their profile (``deviations.py``):
 
 1. *Cut.* Parameters in the order of their use are cut into buckets (``bucket_boundaries.py``), for several speeds of
    communication and sizes of buckets.
 2. *Arrange.* A gather is issued as late as keeps this gather and all later ones in time, a reduction when it is
-   complete. Under a memory limit gathers leave more or less memory free, by bisection.
+   complete (``arrange.py``). Under a memory limit gathers leave more or less memory free, by bisection.
 3. *Improve.* These arrangements, the best of them arranged in several ways, and the schedules that the caller proposes
    are replayed. From the best on, buckets are merged and split, issued and awaited a slot earlier or later, while one
    such step or a few of them help.
+4. *Choose.* Where deviations count, buckets are also arranged for a slow network, and all schedules are replayed with
+   each deviation. From the one with the shortest mean on, steps are followed once more.
 
 The search is deterministic: how much is tried depends on the size of the graph, never on the clock.
 
@@ -18,23 +21,24 @@ specify it: see ``greedy_schedule``.
 
 import functools
 import math
-from bisect import bisect_left, bisect_right
-from collections import deque
+import statistics
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, product
 from typing import NamedTuple
 
 from inductor_passes.scheduling import issue_points
+from inductor_passes.scheduling.arrange import Choice, arrange
 from inductor_passes.scheduling.bucket_boundaries import (
-    Boundaries,
     even_buckets,
     gather_boundaries,
     one_bucket_each,
     reduction_boundaries,
 )
-from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph
+from inductor_passes.scheduling.cost_graph import CostGraph
+from inductor_passes.scheduling.deviations import SLOW_NETWORK, Deviation, deviating
 from inductor_passes.scheduling.issue_points import Schedule, ScheduledBucket
-from inductor_passes.scheduling.replay import CollectiveSpan, Replay, Timeline, replay
+from inductor_passes.scheduling.replay import Timeline, replay
 
 TIME_TOLERANCE = 0.005
 """The part of the predicted time that is given up for less memory without a limit: less than predictions err by."""
@@ -43,6 +47,8 @@ _MARGINS = (0.5, 2.0)
 """How much earlier than necessary a gather is issued, in parts of its time; tried besides as early as memory allows."""
 _STEPS = 5
 """Number of changes at once that are tried of the best schedule in the end."""
+_PRUNED = 0.01
+"""A change that costs more than this part of the predicted time is not replayed with deviations."""
 
 
 class Effort(NamedTuple):
@@ -66,19 +72,9 @@ QUICK = Effort(speeds=(1.0,), parts=(16,), best=0, work=2_000)
 class ReplayedSchedule(NamedTuple):
     schedule: Schedule
     timeline: Timeline
-
-
-class _Choice(NamedTuple):
-    """Inputs of ``_arrange``, which makes a schedule of them."""
-
-    gathers: Boundaries
-    reductions: Boundaries
-    margin: float = math.inf
-    """How much earlier than necessary a gather is issued, in parts of its time; infinite: as soon as memory allows."""
-    gathers_first: bool = False
-    """Whether reductions are held back while a gather is late."""
-    memory_limit: float = math.inf
-    """Bytes in use up to which gathers are issued early and reductions are not awaited."""
+    """The replay as predicted."""
+    seconds: float
+    """The mean of the times as predicted and with each deviation that counts."""
 
 
 def search_schedule(
@@ -87,26 +83,67 @@ def search_schedule(
     proposals: Iterable[Schedule] = (),
     *,
     effort: Effort = THOROUGH,
+    deviations: Sequence[Deviation] = (),
 ) -> ReplayedSchedule | None:
     """Return the fastest schedule with a peak of at most ``budget`` bytes; ``None`` if none is found.
 
-    The result is never slower than any of ``proposals`` that is within the budget.
+    The result is never slower than any of ``proposals`` that is within the budget: in the mean over ``deviations`` and
+    the prediction.
 
     Args:
         effort: the amount of work.
+        deviations: what counts beside the prediction.
     """
     least = _least_memory_schedule(graph, effort.work)
-    given = [least, *(ReplayedSchedule(schedule, replay(graph, schedule)) for schedule in proposals)]
-    given = [found for found in given if found.timeline.peak <= budget]
+    given = [least, *(_as_predicted(graph, schedule) for schedule in proposals)]
     arranged = _candidates(graph, budget, least.timeline.peak, effort)
-    candidates = sorted([*given, *arranged], key=lambda found: found.timeline.seconds)
+    candidates = sorted(
+        (found for found in (*given, *arranged) if found.timeline.peak <= budget), key=lambda found: found.seconds
+    )
     if not candidates:
         return None
 
-    def faster(timeline: Timeline) -> tuple[float, float] | None:
-        return (timeline.seconds, timeline.peak) if timeline.peak <= budget else None
+    def faster(found: ReplayedSchedule) -> tuple[float, float] | None:
+        return (found.seconds, found.timeline.peak) if found.timeline.peak <= budget else None
 
-    return _improve(graph, candidates, faster, effort.work)
+    fastest = _improve(graph, candidates, faster, effort.work)
+    if not deviations:
+        return fastest
+    slowed = _candidates(deviating(graph, SLOW_NETWORK), budget, least.timeline.peak, effort)
+    schedules = dict.fromkeys(found.schedule for found in (fastest, *candidates, *slowed))
+    return _fastest_in_the_mean(graph, [*schedules], budget, effort.work, deviations)
+
+
+def _as_predicted(graph: CostGraph, schedule: Schedule) -> ReplayedSchedule:
+    timeline = replay(graph, schedule)
+    return ReplayedSchedule(schedule, timeline, timeline.seconds)
+
+
+def _fastest_in_the_mean(
+    graph: CostGraph, schedules: Iterable[Schedule], budget: float, work: int, deviations: Sequence[Deviation]
+) -> ReplayedSchedule:
+    """Return the best of ``schedules``, or what small changes make of it; one of them is within the budget."""
+    graphs = [graph, *(deviating(graph, each) for each in deviations)]
+
+    @functools.cache
+    def mean(schedule: Schedule) -> float:
+        return statistics.fmean(replay(each, schedule).seconds for each in graphs)
+
+    replayed = [_as_predicted(graph, schedule) for schedule in schedules]
+    best = min(
+        (found._replace(seconds=mean(found.schedule)) for found in replayed if found.timeline.peak <= budget),
+        key=lambda found: (found.seconds, found.timeline.peak),
+    )
+    longest = best.timeline.seconds * (1 + _PRUNED)
+
+    def faster(found: ReplayedSchedule) -> tuple[float, float] | None:
+        if found.timeline.peak > budget or found.timeline.seconds > longest:
+            return None
+        return mean(found.schedule), found.timeline.peak
+
+    work = work // (len(graph.gathers) + len(graph.reductions) + 1) // len(graphs)
+    best, _ = _descend(graph, best, faster, work, steps=2)
+    return best._replace(seconds=mean(best.schedule))
 
 
 def greedy_schedule(graph: CostGraph, memory_limit: float = math.inf) -> ReplayedSchedule:
@@ -158,8 +195,7 @@ def greedy_schedule(graph: CostGraph, memory_limit: float = math.inf) -> Replaye
         ScheduledBucket(members, slot, points[n + 1], points[n + 1] if graph.has_all_reduce(members) else -1)
         for n, (members, slot) in enumerate(flushed)
     ]
-    schedule = Schedule(tuple(gathers), tuple(reductions))
-    return ReplayedSchedule(schedule, replay(graph, schedule))
+    return _as_predicted(graph, Schedule(tuple(gathers), tuple(reductions)))
 
 
 def least_memory_schedule(graph: CostGraph) -> ReplayedSchedule:
@@ -183,8 +219,8 @@ def _least_memory_schedule(graph: CostGraph, work: int) -> ReplayedSchedule:
         ),
     )
     work = work // (len(graph.gathers) + len(graph.reductions) + 1)
-    found = ReplayedSchedule(schedule, replay(graph, schedule))
-    return _descend(graph, found, lambda timeline: (timeline.peak, 0.0), work, steps=2)[0]
+    found = _as_predicted(graph, schedule)
+    return _descend(graph, found, lambda found: (found.timeline.peak, 0.0), work, steps=2)[0]
 
 
 def _candidates(graph: CostGraph, budget: float, least: int, effort: Effort) -> list[ReplayedSchedule]:
@@ -203,9 +239,9 @@ def _candidates(graph: CostGraph, budget: float, least: int, effort: Effort) -> 
     ]
     found = {
         choice: _arrange_within_budget(graph, choice, budget)
-        for choice in (_Choice(*boundary_set) for boundary_set in dict.fromkeys(boundaries))
+        for choice in (Choice(*boundary_set) for boundary_set in dict.fromkeys(boundaries))
     }
-    best = sorted(found, key=lambda choice: f.timeline.seconds if (f := found[choice]) else math.inf)[: effort.best]
+    best = sorted(found, key=lambda choice: f.seconds if (f := found[choice]) else math.inf)[: effort.best]
     for choice, margin, gathers_first in product(best, _MARGINS, (False, True)):
         other = choice._replace(margin=margin, gathers_first=gathers_first)
         if graph.reductions or not gathers_first:
@@ -213,15 +249,15 @@ def _candidates(graph: CostGraph, budget: float, least: int, effort: Effort) -> 
     return [f for f in found.values() if f is not None]
 
 
-def _arrange_within_budget(graph: CostGraph, choice: _Choice, budget: float) -> ReplayedSchedule | None:
+def _arrange_within_budget(graph: CostGraph, choice: Choice, budget: float) -> ReplayedSchedule | None:
     """Return the arrangement of a choice that gives gathers the most memory within the budget, or ``None``."""
-    found = _arrange(graph, choice)
+    found = _as_predicted(graph, arrange(graph, choice))
     if found.timeline.peak <= budget:
         return found
     best, low, high = None, 0.0, float(budget)
     for memory_limit in (high, low, *[math.nan] * 4):
         memory_limit = (low + high) / 2 if math.isnan(memory_limit) else memory_limit
-        found = _arrange(graph, choice._replace(memory_limit=memory_limit))
+        found = _as_predicted(graph, arrange(graph, choice._replace(memory_limit=memory_limit)))
         if found.timeline.peak <= budget:
             best, low = found, memory_limit
         elif memory_limit == 0:
@@ -233,8 +269,8 @@ def _arrange_within_budget(graph: CostGraph, choice: _Choice, budget: float) -> 
     return best
 
 
-_Rank = Callable[[Timeline], tuple[float, float] | None]
-"""Rank of a timeline, the lower the better; ``None``: the timeline is not allowed."""
+_Rank = Callable[[ReplayedSchedule], tuple[float, float] | None]
+"""Rank of a schedule, the lower the better; ``None``: the schedule is not allowed."""
 
 
 def _improve(graph: CostGraph, starts: Sequence[ReplayedSchedule], rank: _Rank, work: int) -> ReplayedSchedule:
@@ -243,7 +279,7 @@ def _improve(graph: CostGraph, starts: Sequence[ReplayedSchedule], rank: _Rank, 
     best = starts[0]
     for found in starts:
         found, work = _descend(graph, found, rank, work, steps=2)
-        best = min(best, found, key=lambda found: rank(found.timeline) or (math.inf, math.inf))
+        best = min(best, found, key=lambda found: rank(found) or (math.inf, math.inf))
     return _descend(graph, best, rank, work, steps=_STEPS)[0]
 
 
@@ -258,8 +294,8 @@ def _descend(
             if work <= 0:
                 return best, work
             work -= 1
-            found = ReplayedSchedule(schedule, replay(graph, schedule))
-            ranks = rank(found.timeline), rank(best.timeline)
+            found = _as_predicted(graph, schedule)
+            ranks = rank(found), rank(best)
             if ranks[0] is not None and ranks[1] is not None and ranks[0] < ranks[1]:
                 best, improved = found, True
                 break
@@ -344,137 +380,3 @@ def _beside(slots: Sequence[int], slot: int) -> list[int]:
 
 def _put(buckets: tuple[ScheduledBucket, ...], i: int, *new: ScheduledBucket) -> tuple[ScheduledBucket, ...]:
     return (*buckets[:i], *new, *buckets[i + 1 :])
-
-
-def _arrange(graph: CostGraph, choice: _Choice) -> ReplayedSchedule:
-    """Return the schedule that issues and awaits the buckets of a choice."""
-    end = len(graph.seconds)
-    run = Replay(graph)
-    due = _GatherIssue(graph, choice, run)
-    complete = [max(graph.reductions[i].ready_slot for i in members) for members in choice.reductions]
-    gradients = issue_points.reduction_issue_slots(graph)
-    gathers: list[ScheduledBucket] = []
-    reductions: list[ScheduledBucket] = []
-    gathering: deque[tuple[int, list[CollectiveSpan]]] = deque()
-    reducing: dict[int, list[CollectiveSpan]] = {}
-    while run.slot <= end:
-        slot = run.slot
-        ready = range(len(reductions), bisect_right(complete, slot))
-        held = choice.gathers_first and slot < gradients[-1] and due.late(run, len(gathers), run.clock)
-        if ready and _in(gradients, slot) and not held:
-            for n in ready:
-                for earlier, spans in list(reducing.items()):
-                    if max(span.finished for span in spans) > run.clock and run.alive <= choice.memory_limit:
-                        break
-                    following = [f for span in spans if (f := run.await_reduction(span))]
-                    scheduled = reductions[earlier]
-                    if following:
-                        reducing[earlier] = following
-                        reductions[earlier] = scheduled._replace(all_reduce_slot=slot)
-                    else:
-                        del reducing[earlier]
-                        reductions[earlier] = scheduled._replace(wait_slot=slot)
-                reducing[n] = run.issue_reductions(choice.reductions[n])
-                all_reduced = graph.has_all_reduce(choice.reductions[n])
-                reductions.append(ScheduledBucket(choice.reductions[n], slot, end + 1, end + 1 if all_reduced else -1))
-        while len(gathers) < len(choice.gathers) and due.now(run, len(gathers), gathering):
-            members, first_use = choice.gathers[len(gathers)], due.uses[len(gathers)]
-            gathering.append((first_use, run.issue_gathers(members)))
-            gathers.append(ScheduledBucket(members, slot, first_use))
-        while gathering and gathering[0][0] <= slot:
-            for span in gathering.popleft()[1]:
-                run.await_gather(span)
-        run.advance()
-    schedule = Schedule(tuple(gathers), tuple(reductions))
-    return ReplayedSchedule(schedule, replay(graph, schedule))
-
-
-def _after_waits(run: Replay, gathering: Iterable[tuple[int, list[CollectiveSpan]]]) -> float:
-    """Return when the step behind the slot of ``run`` begins, once the gathers due in the slot are awaited."""
-    clock = run.clock
-    for first_use, spans in gathering:
-        if first_use > run.slot:
-            break
-        for span in spans:
-            clock = max(clock, span.finished)
-            clock += span.copied * span.kind.copy_s_per_byte
-    return clock
-
-
-class _GatherIssue:
-    """Decides when the gathers of a choice are issued."""
-
-    def __init__(self, graph: CostGraph, choice: _Choice, run: Replay):
-        self.members = choice.gathers
-        self.uses = [min(graph.gathers[i].first_use_slot for i in members) for members in choice.gathers]
-        self._memory_limit = choice.memory_limit
-        self._margin = choice.margin
-        self._at = list(accumulate(graph.seconds, initial=0.0))
-        self._slots = issue_points.gather_issue_slots(graph)
-        self._nbytes = [sum(graph.gathers[i].nbytes for i in members) for members in choice.gathers]
-        self._channels = [graph.gathers[members[0]].kind.channel for members in choice.gathers]
-        self._latest = [math.inf] * (len(self.uses) + 1)
-        """Seconds of compute before which gather k must begin, for this and all later gathers to be in time."""
-        for k in reversed(range(len(self.uses))):
-            kinds: dict[CollectiveKind, int] = {}
-            for i in choice.gathers[k]:
-                kinds[graph.gathers[i].kind] = kinds.get(graph.gathers[i].kind, 0) + graph.gathers[i].nbytes
-            cost = sum(kind.seconds(nbytes) for kind, nbytes in kinds.items())
-            margin = choice.margin * cost if cost else 0.0
-            self._latest[k] = min(self._at[self.uses[k]], self._latest[k + 1]) - cost - margin
-        copied = [0] * len(graph.live_bytes_at_slot)
-        for slot, nbytes, members in zip(self.uses, self._nbytes, self.members, strict=True):
-            kind = graph.gathers[members[0]].kind
-            copied[slot] = max(
-                copied[slot], kind.sent(nbytes) if len(members) > 1 or kind.wire_format is not None else 0
-            )
-        self._read = list(accumulate(run.last_read, initial=0))
-        """Bytes of weights that are not needed any longer, at each slot."""
-        in_use = zip(graph.live_bytes_at_slot, copied, (*graph.live_bytes_in_step, 0), self._read, strict=False)
-        self._needs = [max(between + copy, during) - read for between, copy, during, read in in_use]
-        """Bytes in use in each slot and step beside the weights that were gathered by then."""
-        self._window: deque[int] = deque()
-        """Slots to come, up to ``_seen``, that need more memory than all slots after them."""
-        self._seen = 0
-
-    def now(self, run: Replay, k: int, gathering: Iterable[tuple[int, list[CollectiveSpan]]]) -> bool:
-        """Return whether gather ``k`` is issued in the slot of ``run``; ``gathering`` is still to be awaited."""
-        clock = _after_waits(run, gathering)
-        if self.uses[k] <= run.slot:
-            return True
-        if not _in(self._slots, run.slot) or not self.late(run, k, clock):
-            return False
-        if run.free.get(self._channels[k], 0.0) >= self._next(run, clock) and self._margin < math.inf:
-            return False  # the channel has enough to do until the next slot
-        return self._memory_limit == math.inf or self._most(run, k) <= self._memory_limit
-
-    def _most(self, run: Replay, k: int) -> int:
-        """Return the most bytes in use until gather ``k`` is used, if issued now and no more gradients are held."""
-        while self._seen <= self.uses[k]:
-            while self._window and self._needs[self._window[-1]] <= self._needs[self._seen]:
-                self._window.pop()
-            self._window.append(self._seen)
-            self._seen += 1
-        while self._window[0] < run.slot:
-            self._window.popleft()
-        return run.alive + run.undecoded + self._nbytes[k] + self._read[run.slot] + self._needs[self._window[0]]
-
-    def late(self, run: Replay, k: int, clock: float) -> bool:
-        """Return whether gather ``k`` would be late if it were issued in the next slot."""
-        if k >= len(self.uses):
-            return False
-        behind = clock - self._at[run.slot]
-        begin = max(self._next(run, clock), run.free.get(self._channels[k], 0.0))
-        return begin > self._latest[k] + behind
-
-    def _next(self, run: Replay, clock: float) -> float:
-        """Return when the next slot comes in which a gather could be issued."""
-        following = bisect_right(self._slots, run.slot)
-        slot = self._slots[following] if following < len(self._slots) else len(self._at) - 1
-        return clock + self._at[slot] - self._at[run.slot]
-
-
-def _in(numbers: Sequence[int], number: int) -> bool:
-    """Return whether ``number`` is among the sorted ``numbers``."""
-    place = bisect_left(numbers, number)
-    return place < len(numbers) and numbers[place] == number

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from inductor_passes.scheduling.cost_graph import CostGraph
+from inductor_passes.scheduling.deviations import Deviation, seconds_with_deviations
 from inductor_passes.scheduling.issue_points import Schedule
 from inductor_passes.scheduling.replay import replay
 from inductor_passes.scheduling.search import (
@@ -33,18 +34,23 @@ def search_step(
     proposals: Sequence[Sequence[Schedule]] = (),
     *,
     tolerance: float = 0.0,
+    deviations: Sequence[Deviation] = (),
 ) -> Found | None:
     """Return the fastest schedules with a peak of at most ``budget`` bytes each; ``None`` if a graph has none.
 
-    Together they are never slower than any of ``proposals`` that is within the budget.
+    Together they are never slower than any of ``proposals`` that is within the budget: in the mean over ``deviations``
+    and the prediction.
 
     Args:
         proposals: a schedule for each graph, of each proposal.
         tolerance: the part of the predicted time of the step that may be given up for a lower peak.
+        deviations: what counts beside the prediction.
     """
+    if not tolerance:
+        return _within(graphs, budget, proposals, THOROUGH, deviations)
     fastest = _within(graphs, budget, proposals, THOROUGH)
-    if fastest is None or not tolerance:
-        return fastest
+    if fastest is None:
+        return None
     replayed = [[replay(graph, one) for graph, one in zip(graphs, each, strict=True)] for each in proposals]
     allowed = [each for each in replayed if all(timeline.peak <= budget for timeline in each)]
     proposed = [sum(timeline.seconds for timeline in each) for each in allowed]
@@ -58,22 +64,37 @@ def search_step(
             found = tried
         else:
             least = math.ceil(limit)
-    if found is fastest:
+    if found is fastest and not deviations:
         return fastest
-    return _within(graphs, _peak(found), [*proposals, [one.schedule for one in found]], THOROUGH)
+    lean = _within(graphs, _peak(found), [*proposals, [one.schedule for one in found]], THOROUGH, deviations)
+    assert lean is not None
+    for each, timelines in zip(proposals, replayed, strict=True):
+        if timelines in allowed and _mean(graphs, each, deviations) < _seconds(lean):
+            return _within(graphs, budget, proposals, THOROUGH, deviations)
+    return lean
 
 
 def _within(
-    graphs: Sequence[CostGraph], limit: float, proposals: Sequence[Sequence[Schedule]], effort: Effort
+    graphs: Sequence[CostGraph],
+    limit: float,
+    proposals: Sequence[Sequence[Schedule]],
+    effort: Effort,
+    deviations: Sequence[Deviation] = (),
 ) -> Found | None:
     found = [
-        search_schedule(graph, limit, [each[i] for each in proposals], effort=effort) for i, graph in enumerate(graphs)
+        search_schedule(graph, limit, [each[i] for each in proposals], effort=effort, deviations=deviations)
+        for i, graph in enumerate(graphs)
     ]
     return [one for one in found if one is not None] if all(found) else None
 
 
+def _mean(graphs: Sequence[CostGraph], schedules: Sequence[Schedule], deviations: Sequence[Deviation]) -> float:
+    seconds = seconds_with_deviations(graphs, schedules, deviations)
+    return sum(seconds) / len(seconds)
+
+
 def _seconds(found: Found) -> float:
-    return sum(one.timeline.seconds for one in found)
+    return sum(one.seconds for one in found)
 
 
 def _peak(found: Found) -> int:

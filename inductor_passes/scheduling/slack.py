@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from inductor_passes.scheduling import issue_points
 from inductor_passes.scheduling.cost_graph import CostGraph
+from inductor_passes.scheduling.deviations import Deviation, deviating
 from inductor_passes.scheduling.issue_points import Schedule, ScheduledBucket
 from inductor_passes.scheduling.replay import CollectiveSpan, Timeline, replay
 
@@ -31,10 +32,11 @@ _WORK = 50_000
 """Number of collectives that are replayed, about, for each kind of move."""
 
 
-def with_slack(graph: CostGraph, schedule: Schedule, peak: float) -> Schedule:
+def with_slack(graph: CostGraph, schedule: Schedule, peak: float, deviations: Sequence[Deviation] = ()) -> Schedule:
     """Return ``schedule`` with its reductions awaited later and its gathers issued earlier.
 
-    Gathers behind a queue are issued later. A thousandth of the predicted time may be lost.
+    Gathers behind a queue are issued later. A thousandth of the predicted time may be lost; with deviations, nothing of
+    the mean over these and the prediction.
 
     Buckets, and the order in which gathers and reductions are issued, stay as they are.
 
@@ -42,8 +44,9 @@ def with_slack(graph: CostGraph, schedule: Schedule, peak: float) -> Schedule:
         graph: the graph of the schedule.
         schedule: its slots are among those that a plan can name.
         peak: bytes that may be in use, at least those of ``schedule``.
+        deviations: what counts beside the prediction.
     """
-    return _Slack(graph, schedule, peak).schedule
+    return _Slack(graph, schedule, peak, deviations).schedule
 
 
 class _Move(NamedTuple):
@@ -61,12 +64,14 @@ class _Move(NamedTuple):
 class _Slack:
     """A schedule whose buckets are moved, one kind of move after the other, while time and memory allow."""
 
-    def __init__(self, graph: CostGraph, schedule: Schedule, peak: float):
+    def __init__(self, graph: CostGraph, schedule: Schedule, peak: float, deviations: Sequence[Deviation]):
         self._graph, self._peak = graph, peak
-        self._take(schedule, replay(graph, schedule))
-        self._longest = self._timeline.seconds * (1 + _LOSS)
+        self._deviating = [deviating(graph, each) for each in deviations]
         self._work = 0
         """Number of schedules that may still be replayed for this kind of move."""
+        timeline = replay(graph, schedule)
+        self._longest = timeline.seconds * (1 + _LOSS)
+        self._take(schedule, timeline, self._summed(schedule, timeline))
         self._issues = issue_points.gather_issue_slots(graph)
         self._waits = issue_points.reduction_wait_slots(schedule, len(graph.seconds))
         reductions, gathers = range(len(schedule.reductions)), range(len(schedule.gathers))
@@ -103,13 +108,22 @@ class _Slack:
         """Take ``schedule`` if it is as fast and has a peak that is low enough; return whether it is."""
         self._work -= 1
         timeline = replay(self._graph, schedule)
-        fits = timeline.seconds <= self._longest and timeline.peak <= self._peak
-        if fits:
-            self._take(schedule, timeline)
-        return fits
+        if timeline.seconds > self._longest or timeline.peak > self._peak:
+            return False
+        if (seconds := self._summed(schedule, timeline)) > self._seconds:
+            return False
+        self._take(schedule, timeline, seconds)
+        return True
 
-    def _take(self, schedule: Schedule, timeline: Timeline) -> None:
-        self.schedule, self._timeline = schedule, timeline
+    def _summed(self, schedule: Schedule, timeline: Timeline) -> float:
+        """Return the seconds that count in sum: as predicted, and with each deviation; 0 without deviations."""
+        if not self._deviating:
+            return 0.0
+        self._work -= len(self._deviating)
+        return timeline.seconds + sum(replay(graph, schedule).seconds for graph in self._deviating)
+
+    def _take(self, schedule: Schedule, timeline: Timeline, seconds: float) -> None:
+        self.schedule, self._timeline, self._seconds = schedule, timeline, seconds
         self._gathers: dict[str, CollectiveSpan] = {}
         self._reductions: dict[str, CollectiveSpan] = {}
         """The last collective of each parameter's reduction."""

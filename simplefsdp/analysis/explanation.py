@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from inductor_passes.scheduling.cost_graph import CostGraph
+from inductor_passes.scheduling.deviations import DEVIATIONS, seconds_with_deviations
 from inductor_passes.scheduling.keep_unsharded import choose_unsharded, keep_unsharded
 from inductor_passes.scheduling.narrow import gathered_in
 from inductor_passes.scheduling.replay import Timeline
@@ -202,6 +203,9 @@ class Explanation:
         least = predicted.bound_s + predicted.outside_s
         communicated = sum(span.finished - span.started for timeline in self.replayed for span in timeline.spans)
         whole = self.gathered_bytes + self.reduced_bytes
+        graphs = self.costs.cost_graphs
+        in_graphs = seconds_with_deviations(graphs, schedules(self.plan, graphs))
+        off_profile = [predicted.outside_s + seconds for seconds in in_graphs]
         sent = f", sent as {gib(self.sent_bytes)}" if self.sent_bytes < whole else ""
         lines = [
             f"plan {self.plan.hash}, predicted for {predicted.profile}",
@@ -216,6 +220,8 @@ class Explanation:
             f"({predicted.exposed_s / predicted.step_s:.1%} of the step)",
             f"  limits       no plan takes less than {ms(least)} (L1); this one is {ms(predicted.step_s)} (L2), "
             f"{predicted.step_s / least - 1:.1%} above",
+            f"  off profile  {ms(min(off_profile))} to {ms(max(off_profile))}: compute 10 % faster or slower, "
+            "bandwidth 20 % higher or lower, latency half or double",
             f"  memory       peak {gib(predicted.peak_bytes)}{limit}, {gib(predicted.resident_bytes)} of it shards "
             "and the optimizer's state",
         ]
@@ -353,7 +359,8 @@ def _planned(
     """Return seconds and peak of a step with these graphs, planned anew; ``None``: nothing fits in memory."""
     costs, present = explanation.costs, schedules(explanation.plan, cost_graphs)
     found = [
-        search_schedule(graph, memory_limit, [schedule]) for graph, schedule in zip(cost_graphs, present, strict=True)
+        search_schedule(graph, memory_limit, [schedule], deviations=DEVIATIONS)
+        for graph, schedule in zip(cost_graphs, present, strict=True)
     ]
     if not all(found):
         return None

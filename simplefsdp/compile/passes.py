@@ -13,7 +13,7 @@ from inductor_passes.accumulate_once import accumulate_once
 from inductor_passes.bucket import assign, bucket, choose_formats, let_none_work_in_place_on_the_input_of_another
 from inductor_passes.cast_before_gather import cast_before_gather
 from inductor_passes.checkpoints import take_gathers_out
-from inductor_passes.collectives import Collective, GraphParameter, identify, reductions
+from inductor_passes.collectives import GraphParameter, identify, reductions
 from inductor_passes.compile_once import compile_once, render_bodies
 from inductor_passes.fusion_order import put_fused_together
 from inductor_passes.matmul_casts import cast_in_matmuls, cast_what_is_encoded
@@ -43,22 +43,15 @@ from simplefsdp.compile.plan_step import (
     choose_unsharded_parameters,
     fits_memory,
     memory_limit,
-    most_bytes_of_a_block,
     plan_step,
     with_reshard_decided,
+    worth_casting_in_matmuls,
 )
 from simplefsdp.frontend.encoded_collectives import encoded_by_passes
 from simplefsdp.frontend.unshard import unshard
 from simplefsdp.plan.bucket_plan import GraphUses
 
 log = logging.getLogger("simplefsdp")
-
-_BLOCKS_UNDER_WAY = 4
-"""Number of blocks for whose communication there must be memory beside a gradient that its matmul casts.
-
-Llama 3 8B on 64 H100s, 2048 tokens a rank, took 228, 211, 213 and 212 ms within 13.9 GiB with 2, 3, 4 and 6 blocks, and
-209, 207 and 207 ms within 14.6 GiB with 3, 4 and 6 (simulated on a null GPU).
-"""
 
 
 @dataclass(frozen=True)
@@ -236,28 +229,12 @@ class Passes:
     def cast_in_matmuls(self, forward: Graph, backward: Graph, limit: float) -> None:
         """Let matmuls cast gradients where that saves more than it costs, and where there is memory for it.
 
-        A gradient that is cast takes twice as much while it waits for its reduction to be issued. So the peak of
-        compute may not grow by it, and beside it there must be room for what several blocks gather and reduce: where
-        memory is short, a plan can hide more communication with gradients that are cast when they are reduced.
-
         Args:
             limit: bytes that the graphs may need.
         """
         _, costs = self.cost_graphs(forward, backward)
-        reduced = {reduction.fqn: reduction for reduction in costs.reductions}
-        communication_bytes = _BLOCKS_UNDER_WAY * most_bytes_of_a_block(costs)
-        highest = min(limit - communication_bytes, max(costs.live_bytes_in_step, default=0))
-
-        def is_allowed(collective: Collective) -> bool:
-            reduction = reduced[collective.fqns[0]]
-            kind, made_in = reduction.kind, reduction.ready_slot - 1
-            if self.given.narrows:  # a plan leaves most gradients as they are; see cast_what_is_encoded
-                kind = kind.plain or kind
-            if kind.member_s is None or kind.member_s >= reduction.nbytes * kind.copy_s_per_byte or made_in < 0:
-                return False
-            return costs.live_bytes_in_step[made_in] + reduction.nbytes - reduction.gradient_bytes <= highest
-
-        cast_in_matmuls(backward, is_allowed)
+        fqns = worth_casting_in_matmuls(costs, limit, narrows=self.given.narrows)
+        cast_in_matmuls(backward, lambda reduction: reduction.fqns[0] in fqns)
 
     def _plan(self, forward: Graph, backward: Graph, params: Mapping[int, GraphParameter]) -> None:
         """Assign the collectives of both graphs to the buckets of their plan."""

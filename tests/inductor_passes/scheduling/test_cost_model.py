@@ -271,8 +271,10 @@ def test_a_gradient_is_as_large_as_its_dtype_says_until_it_is_cast_for_its_reduc
         ("up", 16 * 8 * 4, 16 * 8 * 2),
         ("down", 16 * 8 * 4, 16 * 8 * 2),
     }
+    # A matmul makes each of them before the next one reads the weight, behind which it is cast.
+    assert {(r.fqn, r.ready_slot, r.waiting_steps) for r in backward.reductions} == {("down", 2, 1), ("up", 4, 1)}
     _, gated = cost_graphs(Gated(), torch.ones(4, 8, requires_grad=True))
-    assert {r.copied_from for r in gated.reductions} == {None}
+    assert {(r.copied_from, r.waiting_steps) for r in gated.reductions} == {(None, 0)}
 
 
 def test_weights_that_are_kept_outlive_forward_and_are_not_gathered_again() -> None:

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import assume, given, settings
 
 from inductor_passes.scheduling import bucket_boundaries
+from inductor_passes.scheduling.arrange import _GatherIssue
 from inductor_passes.scheduling.bucket_boundaries import gather_boundaries, reduction_boundaries
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 from inductor_passes.scheduling.issue_points import Bucket, Schedule, ScheduledBucket, buckets_of, schedule_of
 from inductor_passes.scheduling.replay import Replay, lower_bound, replay
-from inductor_passes.scheduling.search import _GatherIssue, greedy_schedule, least_memory_schedule, search_schedule
+from inductor_passes.scheduling.search import greedy_schedule, least_memory_schedule, search_schedule
 from tests.inductor_passes.scheduling.chains import cost_graphs
 
 

@@ -125,8 +125,8 @@ def test_a_screen_shows_what_is_exposed_longest(explained: dict[str, Explanation
 def test_a_suggested_change_brings_the_gain_that_is_stated(
     explained: dict[str, Explanation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # More than auto gives up for memory; the gain of this small model by unsharded weights is less than usual.
-    monkeypatch.setattr(explanation, "_WORTH", 0.006)
+    # More than auto gives up for memory and where hardware deviates from its profile.
+    monkeypatch.setattr(explanation, "_WORTH", 0.008)
     names = ("block", "auto", "unsharded")
     block, auto, unsharded = (explain(explained[name].plan, explained[name].costs) for name in names)
     changes = {change.what: change for change in block.changes}

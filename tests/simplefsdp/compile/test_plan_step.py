@@ -15,13 +15,19 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes.collectives import BUCKET, FQNS
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
+from inductor_passes.scheduling.deviations import DEVIATIONS
 from inductor_passes.scheduling.issue_points import Schedule, schedule_of
 from inductor_passes.scheduling.search import greedy_schedule
 from inductor_passes.scheduling.search_step import search_step
 from simplefsdp import BucketPlan, WireFormat, manual_plan, simple_fsdp
 from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import parse_options
-from simplefsdp.compile.plan_step import SearchRequest, most_bytes_of_a_block, time_tolerance
+from simplefsdp.compile.plan_step import (
+    SearchRequest,
+    most_bytes_of_a_block,
+    time_tolerance,
+    worth_casting_in_matmuls,
+)
 from simplefsdp.frontend.sharding import Reshard
 from simplefsdp.hardware.profile import Link, device_memory_bytes, flat, save
 from simplefsdp.plan.grouping import BLOCK
@@ -135,9 +141,10 @@ def test_auto_knows_of_block_and_greedy_and_gives_time_for_memory_without_a_budg
 ) -> None:
     told: list[tuple[Any, list[list[Schedule]], float]] = []
 
-    def spy(graphs: Any, memory_limit: float, proposals: list[list[Schedule]], *, tolerance: float) -> Any:
+    def spy(graphs: Any, memory_limit: float, proposals: Any, *, tolerance: float, **given: Any) -> Any:
         told.append((graphs, proposals, tolerance))
-        return search_step(graphs, memory_limit, proposals, tolerance=tolerance)
+        assert given == {"deviations": DEVIATIONS}
+        return search_step(graphs, memory_limit, proposals, tolerance=tolerance, **given)
 
     monkeypatch.setattr("simplefsdp.compile.plan_step.search_step", spy)
     block = planned(tmp_path / "block", "block")
@@ -435,3 +442,26 @@ def test_a_block_has_the_bytes_of_its_gathers_and_reductions_and_what_is_in_no_b
     graph = CostGraph((1.0,), (0,), (0, 0), gathers, (Reduction("layers.1.up", kind, 40, 1),))
     assert most_bytes_of_a_block(graph) == 10 + 20 + 40
     assert most_bytes_of_a_block(graph._replace(gathers=gathers[:1], reductions=())) == 0
+
+
+def test_a_matmul_casts_a_gradient_where_that_is_faster_and_raises_no_peak() -> None:
+    """Three gradients of 10 bytes, 20 once cast; 100 bytes are in use where the second is made, 90 elsewhere."""
+    kind = CollectiveKind("shard", 0.0, 0.0, copy_s_per_byte=1.0, member_s=19.0)
+    gradients = tuple(
+        Reduction(f"layers.{i}.w", kind, 20, slot, copied_from=10, waiting_steps=waiting)
+        for i, (slot, waiting) in enumerate(((1, 0), (4, 1), (5, 0)))
+    )
+    graph = CostGraph((1.0,) * 5, (90, 90, 100, 90, 90), (0,) * 6, (), gradients)
+    block = 4 * 20  # what four blocks reduce
+    assert worth_casting_in_matmuls(graph, 1000) == {"layers.0.w", "layers.2.w"}
+    assert worth_casting_in_matmuls(graph, 100 + block) == {"layers.0.w", "layers.2.w"}
+    assert not worth_casting_in_matmuls(graph, 99 + block)
+    assert not worth_casting_in_matmuls(with_kind(graph, kind._replace(member_s=20.0)), 1000)
+    assert not worth_casting_in_matmuls(with_kind(graph, kind._replace(member_s=None)), 1000)
+    encoded = with_kind(graph, kind._replace(member_s=None, plain=kind))
+    assert not worth_casting_in_matmuls(encoded, 1000)
+    assert worth_casting_in_matmuls(encoded, 1000, narrows=True) == {"layers.0.w", "layers.2.w"}
+
+
+def with_kind(graph: CostGraph, kind: CollectiveKind) -> CostGraph:
+    return graph._replace(reductions=tuple(reduction._replace(kind=kind) for reduction in graph.reductions))

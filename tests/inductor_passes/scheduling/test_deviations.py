@@ -1,0 +1,93 @@
+"""Schedules that are fast although a device and its network deviate from their profile."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
+from inductor_passes.scheduling.deviations import DEVIATIONS, Deviation, deviating, seconds_with_deviations
+from inductor_passes.scheduling.issue_points import Schedule
+from inductor_passes.scheduling.replay import replay
+from inductor_passes.scheduling.search import greedy_schedule, least_memory_schedule, search_schedule
+from inductor_passes.scheduling.search_step import search_step
+from inductor_passes.scheduling.slack import with_slack
+from tests.inductor_passes.scheduling.chains import cost_graphs
+
+KIND = CollectiveKind("shard", alpha_s=1.0, s_per_byte=0.1, member_s=0.25)
+
+
+def mean(graph: CostGraph, schedule: Schedule) -> float:
+    seconds = seconds_with_deviations([graph], [schedule])
+    return sum(seconds) / len(seconds)
+
+
+def test_a_deviation_changes_compute_bandwidth_and_latency_of_every_kind() -> None:
+    reduced = KIND._replace(name="r", plain=KIND, all_reduce_after=CollectiveKind("replicas", 2.0, 0.4))
+    gathers, reductions = (Gather("a", KIND, 10, 0, 0),), (Reduction("a", reduced, 10, 2),)
+    graph = CostGraph((1.0, 3.0), (5, 5), (5, 5, 5), gathers, reductions)
+    changed = deviating(graph, Deviation(compute=2.0, bandwidth=0.5, latency=3.0))
+    kind = KIND._replace(alpha_s=3.0, s_per_byte=0.2, member_s=0.75)
+    assert changed.seconds == (2.0, 6.0)
+    assert changed.gathers == (Gather("a", kind, 10, 0, 0),)
+    assert changed.reductions[0].kind == kind._replace(
+        name="r", plain=kind, all_reduce_after=CollectiveKind("replicas", 6.0, 0.8)
+    )
+    assert deviating(graph, Deviation()) == graph
+
+
+def test_the_times_are_those_of_the_graphs_together_as_predicted_first() -> None:
+    graph = CostGraph((2.0,), (0,), (0, 0), (Gather("a", KIND, 10, 0, 0),), ())
+    schedule = least_memory_schedule(graph).schedule
+    found = seconds_with_deviations([graph, graph], [schedule, schedule])
+    assert found == pytest.approx([2 * one for one in (4.0, 3.8, 4.2, 4.25, 4 - 1 / 6, 3.5, 5.0)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(cost_graphs(5, 5, channels=2), st.integers(0, 20))
+def test_with_deviations_the_mean_is_no_longer_than_that_of_the_fastest_as_predicted(
+    graph: CostGraph, spare: int
+) -> None:
+    budget = least_memory_schedule(graph).timeline.peak + spare
+    greedy = greedy_schedule(graph)
+    predicted, chosen = (
+        search_schedule(graph, budget, [greedy.schedule], deviations=each) for each in ((), DEVIATIONS)
+    )
+    assert predicted is not None
+    assert chosen is not None
+    assert chosen.timeline == replay(graph, chosen.schedule)
+    assert chosen.timeline.peak <= budget
+    assert chosen.seconds == pytest.approx(mean(graph, chosen.schedule))
+    assert chosen.seconds <= mean(graph, predicted.schedule) + 1e-9
+    if greedy.timeline.peak <= budget:
+        assert chosen.seconds <= mean(graph, greedy.schedule) + 1e-9
+    slack = with_slack(graph, chosen.schedule, budget, DEVIATIONS)
+    assert mean(graph, slack) <= chosen.seconds + 1e-9
+    assert replay(graph, slack).peak <= budget
+
+
+@settings(max_examples=25, deadline=None)
+@given(cost_graphs(4, 0), cost_graphs(4, 4), st.sampled_from([0.0, 0.05]))
+def test_a_step_is_no_slower_in_the_mean_than_proposed(
+    forward: CostGraph, backward: CostGraph, tolerance: float
+) -> None:
+    graphs = [forward, backward]
+    proposal = [greedy_schedule(graph).schedule for graph in graphs]
+    found = search_step(graphs, proposals=[proposal], tolerance=tolerance, deviations=DEVIATIONS)
+    assert found is not None
+    proposed = seconds_with_deviations(graphs, proposal)
+    assert sum(one.seconds for one in found) <= sum(proposed) / len(proposed) + 1e-9
+
+
+def test_collectives_that_just_hide_are_merged_where_twice_the_latency_would_expose_them() -> None:
+    """Each gather just hides under a step alone; two together leave time to spare, and expose a little at the start."""
+    kind = CollectiveKind("shard", alpha_s=0.45, s_per_byte=0.05)
+    gathers = tuple(Gather(f"w{i}", kind, 10, i, i) for i in range(24))
+    graph = CostGraph((1.0,) * 24, (0,) * 24, (0,) * 25, gathers, ())
+    budget = 60
+    predicted, chosen = (search_schedule(graph, budget, deviations=each) for each in ((), DEVIATIONS))
+    assert predicted is not None
+    assert chosen is not None
+    slow = deviating(graph, Deviation(latency=2.0))
+    assert replay(slow, chosen.schedule).seconds < 0.85 * replay(slow, predicted.schedule).seconds
+    assert chosen.timeline.seconds <= 1.1 * predicted.timeline.seconds
+    assert len(chosen.schedule.gathers) < len(predicted.schedule.gathers)
