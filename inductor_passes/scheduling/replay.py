@@ -18,21 +18,15 @@ that size for what it sends and one for what it receives.
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from itertools import accumulate
 from typing import NamedTuple
 
 from inductor_passes.scheduling import issue_points
-from inductor_passes.scheduling.bucket_form import (
-    are_grouped,
-    by_kind,
-    cheapest_gather_form,
-    cheapest_reduction_form,
-    reduced_in_place,
-)
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction, beside_collectives
 from inductor_passes.scheduling.issue_points import Form, Schedule
+from inductor_passes.scheduling.replay_costs import costs_of
 
 
 class CollectiveSpan(NamedTuple):
@@ -63,6 +57,9 @@ class CollectiveSpan(NamedTuple):
         return max(0.0, self.finished - self.awaited)
 
 
+_AWAITED = CollectiveSpan._fields.index("awaited")
+
+
 class Timeline(NamedTuple):
     """The replay of a schedule on one graph; times in seconds since the graph began."""
 
@@ -84,8 +81,8 @@ class Replay:
     """A graph while it is replayed: collectives are issued and awaited in the slot that ``advance`` has come to."""
 
     def __init__(self, graph: CostGraph):
-        steps = len(graph.seconds)
         self.graph = graph
+        self._costs = costs_of(graph)
         self.slot = 0
         self.clock = 0.0
         self.exposed = 0.0
@@ -93,9 +90,7 @@ class Replay:
         """When each channel has carried out all collectives that were issued on it."""
         self._busy_until = 0.0
         """When all channels have. Until then one is under way, as each begins when it is issued or behind others."""
-        self._contention = graph.contention or (0.0,) * steps
-        self._exchanges = frozenset(graph.exchanges)
-        self.alive = 0
+        self.alive = self._costs.given
         """Bytes of gathers, gradients and reduced shards."""
         self.undecoded = 0
         """Bytes by which gathered weights grow when they are decoded."""
@@ -103,68 +98,32 @@ class Replay:
         self._ends: list[float] = []
         self._memory = list(graph.live_bytes_at_slot)
         self._spans: list[CollectiveSpan] = []
-        self.last_read = [0] * (steps + 1)
-        """Bytes of weights, by the last step that reads them."""
-        for gather in graph.gathers:
-            self.last_read[gather.last_use_slot] += gather.nbytes
-        self._made = [0] * (steps + 1)
-        """Bytes of gradients that are the input of their reduction, by the step that makes them."""
-        self._ready = [0] * (steps + 1)
-        """Bytes of gradients that the graph's live bytes have until they are complete, by the slot of completion."""
-        for reduction in graph.reductions:
-            if reduction.copied_from is not None or reduction.in_memory_before:
-                self._ready[reduction.ready_slot] += reduction.gradient_bytes
-            elif reduction.is_made_in_step:
-                self._made[reduction.ready_slot - 1] += reduction.nbytes
-            else:  # it is an input of the graph
-                self.alive += reduction.nbytes
-        self.alive += self._ready[0]
 
-    def issue_gathers(self, members: Iterable[int], form: Form | None = None) -> list[CollectiveSpan]:
-        gathers = [self.graph.gathers[i] for i in members]
-        form = form or cheapest_gather_form(gathers)
+    @property
+    def last_read(self) -> Sequence[int]:
+        """Bytes of weights, by the last step that reads them."""
+        return self._costs.last_read
+
+    def issue_gathers(self, members: tuple[int, ...], form: Form | None = None) -> list[CollectiveSpan]:
         spans = []
-        for kind, mergeable in by_kind(gathers).items():
-            nbytes = sum(gather.nbytes for gather in mergeable)
-            grouped = form == "grouped" and are_grouped(mergeable)
-            packed = len(mergeable) > 1 and not grouped
-            encoded = kind.wire_format is not None
-            sent = kind.sent(nbytes)
-            if packed or encoded:
-                held, made_from = round(sent * kind.shard), round(nbytes * kind.shard)
-            else:
-                held = made_from = sum(gather.prepared for gather in mergeable)
-            self._compute(made_from * kind.copy_s_per_byte, kind.contention)
+        for kind, fqns, nbytes, sent, held, copied, parts, packing_s in self._costs.of_gathers(members, form):
+            self._compute(packing_s, kind.contention)
             self._allocate(held + sent)
             self.undecoded += nbytes - sent
-            fqns = tuple(gather.fqn for gather in mergeable)
-            parts = len(mergeable) if grouped else 1
-            copied = nbytes if packed or encoded else 0
             spans.append(self._issue("gather", kind, fqns, nbytes, held, copied, parts))
         return spans
 
-    def issue_reductions(self, members: Iterable[int], form: Form | None = None) -> list[CollectiveSpan]:
-        reductions = [self.graph.reductions[i] for i in members]
-        form = form or cheapest_reduction_form(reductions)
+    def issue_reductions(self, members: tuple[int, ...], form: Form | None = None) -> list[CollectiveSpan]:
         spans = []
-        for kind, mergeable in by_kind(reductions).items():
-            nbytes = sum(reduction.nbytes for reduction in mergeable)
-            own = reduced_in_place(mergeable) if form == "grouped" else []
-            sent = kind.sent(nbytes)
-            if kind.wire_format is not None:
-                self._note(sent)
-                self._compute(nbytes * kind.copy_s_per_byte, kind.contention)
-                self._allocate(sent)  # for what is received
-            elif len(mergeable) > len(own) and len(mergeable) > 1:
-                self._copy(kind, nbytes - sum(reduction.nbytes for reduction in own))
-            elif mergeable[0].copied_from is not None:
-                self._note(nbytes)
-            self.alive += sent - sum(reduction.gradient_bytes for reduction in mergeable)
-            self._allocate(sum(reduction.result for reduction in mergeable))
-            fqns = tuple(reduction.fqn for reduction in mergeable)
-            parts = len(own) + (len(mergeable) > len(own)) if own else 1
-            freed = nbytes if kind.wire_format is None else 2 * sent
-            spans.append(self._issue("reduce", kind, fqns, nbytes, parts=parts)._replace(freed=freed))
+        for cost in self._costs.of_reductions(members, form):
+            kind = cost.kind
+            if cost.copied is not None:
+                self._note(cost.copied)
+                self._compute(cost.copying_s, kind.contention)
+                self._allocate(cost.received)
+            self.alive += cost.more
+            self._allocate(cost.result)
+            spans.append(self._issue("reduce", kind, cost.fqns, cost.nbytes, parts=cost.parts, freed=cost.freed))
         return spans
 
     def await_gather(self, span: CollectiveSpan) -> None:
@@ -191,23 +150,24 @@ class Replay:
                 freed = round((1 + following.received) * following.sent(span.nbytes) * span.kind.shard)
                 self._allocate(freed)
             self.alive -= span.freed
-            return self._issue(what, following, span.fqns, span.nbytes)._replace(freed=freed)
+            return self._issue(what, following, span.fqns, span.nbytes, freed=freed)
         self.alive -= span.freed
         return None
 
     def advance(self) -> None:
         """Run the step behind this slot, or end the graph."""
-        step = self.slot
+        step, graph, costs = self.slot, self.graph, self._costs
         self._starts.append(self.clock)
-        if step < len(self.graph.seconds):
-            self._allocate(self._made[step])
-            self._note(self.graph.live_bytes_in_step[step] - self.graph.live_bytes_at_slot[step])
-            if step in self._exchanges:
+        if step < len(graph.seconds):
+            self.alive += costs.made[step]
+            most = max(graph.live_bytes_at_slot[step], graph.live_bytes_in_step[step]) + self.alive
+            if most > self._memory[step]:
+                self._memory[step] = most
+            if step in costs.exchanges:
                 self._wait_for_channels()
-            self._compute(self.graph.seconds[step], self._contention[step])
+            self._compute(graph.seconds[step], costs.contention[step])
             self._ends.append(self.clock)
-            self.alive -= self.last_read[step]
-            self.alive += self._ready[step + 1]
+            self.alive += costs.ready[step + 1] - costs.last_read[step]
         else:
             self._note(0)
         self.slot += 1
@@ -227,19 +187,21 @@ class Replay:
         held: int = 0,
         copied: int = 0,
         parts: int = 1,
+        freed: int = 0,
     ) -> CollectiveSpan:
         self.clock += kind.issue_s + nbytes * kind.issue_s_per_byte
         started = max(self.clock, self.free.get(kind.channel, 0.0))
         finished = self.free[kind.channel] = started + kind.seconds(nbytes) + (parts - 1) * (kind.member_s or 0.0)
         self._busy_until = max(self._busy_until, finished)
         return CollectiveSpan(
-            what, kind, fqns, nbytes, self.clock, started, finished, held=held, copied=copied, parts=parts
+            what, kind, fqns, nbytes, self.clock, started, finished, math.inf, held, copied, parts, freed
         )
 
     def _wait(self, span: CollectiveSpan) -> None:
-        self._spans.append(span._replace(awaited=self.clock))
-        self.exposed += max(0.0, span.finished - self.clock)
-        self.clock = max(self.clock, span.finished)
+        self._spans.append(CollectiveSpan._make((*span[:_AWAITED], self.clock, *span[_AWAITED + 1 :])))
+        if span.finished > self.clock:
+            self.exposed += span.finished - self.clock
+            self.clock = span.finished
 
     def _wait_for_channels(self) -> None:
         self.exposed += max(0.0, self._busy_until - self.clock)
@@ -260,9 +222,9 @@ class Replay:
         self._note(0)
 
     def _note(self, more: int) -> None:
-        self._memory[self.slot] = max(
-            self._memory[self.slot], self.graph.live_bytes_at_slot[self.slot] + self.alive + more
-        )
+        in_use = self.graph.live_bytes_at_slot[self.slot] + self.alive + more
+        if in_use > self._memory[self.slot]:
+            self._memory[self.slot] = in_use
 
 
 def replay(graph: CostGraph, schedule: Schedule) -> Timeline:

@@ -235,7 +235,7 @@ def ordered(graph: CostGraph, gathers: Sequence[Bucket], reductions: Sequence[Bu
         return len(items) - 1
 
     def issue(
-        key: object, start: Callable[[list[int]], list[CollectiveSpan]], members: list[int]
+        key: object, start: Callable[[tuple[int, ...]], list[CollectiveSpan]], members: tuple[int, ...]
     ) -> Callable[[], object]:
         def do() -> None:
             (flights[key],) = start(members)
@@ -255,10 +255,10 @@ def ordered(graph: CostGraph, gathers: Sequence[Bucket], reductions: Sequence[Bu
 
     def collectives(
         bucket: Bucket, members: Sequence[Any]
-    ) -> Iterator[tuple[CollectiveKind, list[int], tuple[str, ...]]]:
+    ) -> Iterator[tuple[CollectiveKind, tuple[int, ...], tuple[str, ...]]]:
         mine = [i for i, member in enumerate(members) if member.fqn in bucket.fqns]
         for kind in dict.fromkeys(members[i].kind for i in mine):
-            of_kind = [i for i in mine if members[i].kind == kind]
+            of_kind = tuple(i for i in mine if members[i].kind == kind)
             yield kind, of_kind, tuple(members[i].fqn for i in of_kind)
 
     weights: dict[str, int] = {}
