@@ -1,4 +1,4 @@
-"""What does not change from replay to replay of a graph: its memory by slot, and what each bucket takes."""
+"""Costs of a graph that are the same in all of its replays: its memory by slot, and what each bucket takes."""
 
 import functools
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from inductor_passes.scheduling.issue_points import Form
 
 
 class GatherCosts(NamedTuple):
-    """What gathering those members of a bucket takes that are merged."""
+    """Costs of gathering those members of a bucket that are merged."""
 
     kind: CollectiveKind
     fqns: tuple[str, ...]
@@ -30,7 +30,7 @@ class GatherCosts(NamedTuple):
 
 
 class ReductionCosts(NamedTuple):
-    """What reducing those members of a bucket takes that are merged."""
+    """Costs of reducing those members of a bucket that are merged."""
 
     kind: CollectiveKind
     fqns: tuple[str, ...]
@@ -130,5 +130,7 @@ class GraphCosts:
         return costs
 
 
-costs_of = functools.lru_cache(maxsize=16)(GraphCosts)
-"""A search replays a graph, and that with each deviation, thousands of times."""
+@functools.lru_cache(maxsize=16)
+def costs_of(graph: CostGraph) -> GraphCosts:
+    """Return the costs of a graph: a search replays it, and that with each deviation, thousands of times."""
+    return GraphCosts(graph)
