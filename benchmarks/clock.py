@@ -16,6 +16,7 @@ from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from benchmarks.off_profile import planned_off_profile
 from inductor_passes.torch_compat.distributed import GROUPING_NCCL
 from simplefsdp.frontend.embedding_lookup import LOOKUPS
 from simplefsdp.hardware.catalog import built_in, smallest_network
@@ -29,9 +30,11 @@ from simplefsdp.text.units import parse_bytes
 
 
 def system_of(name: str) -> System:
-    """Return a system by name; ``"auto:13GiB"`` is ``auto`` with a memory budget."""
-    plan, _, budget = name.partition(":")
-    return simplefsdp_system(plan, budget=parse_bytes(budget)) if budget else SYSTEMS[name]
+    """Return a system by name; ``"auto:13GiB"`` is ``auto`` with a memory budget, for ``@`` see ``off_profile``."""
+    within = name.partition("@")[0]
+    plan, _, budget = within.partition(":")
+    system = simplefsdp_system(plan, budget=parse_bytes(budget)) if budget else SYSTEMS[plan]
+    return planned_off_profile(name, {within: system})
 
 
 def step_of(name: str, args: argparse.Namespace) -> SimulatedResult:
@@ -88,7 +91,11 @@ def main() -> None:
     parser.add_argument(
         "--host", type=float, default=0.5, help="CPU time of a GPU's host for each second of this machine's"
     )
-    parser.add_argument("--systems", default="fsdp2-compile,block,auto", help="auto:13GiB: with a memory budget")
+    parser.add_argument(
+        "--systems",
+        default="fsdp2-compile,block,auto",
+        help="auto:13GiB: with a memory budget; @compute=0.85: off profile",
+    )
     parser.add_argument("--out", type=Path, help="folder for the table")
     args = parser.parse_args()
     inductor_config.benchmark_combo_kernel = True  # kernels carry the bytes that they move

@@ -160,7 +160,7 @@ class Replay:
         self._starts.append(self.clock)
         if step < len(graph.seconds):
             self.alive += costs.made[step]
-            most = max(graph.live_bytes_at_slot[step], graph.live_bytes_in_step[step]) + self.alive
+            most = graph.live_bytes_in_step[step] + self.alive
             if most > self._memory[step]:
                 self._memory[step] = most
             if step in costs.exchanges:
