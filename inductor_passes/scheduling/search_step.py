@@ -38,12 +38,12 @@ def search_step(
 ) -> Found | None:
     """Return the fastest schedules with a peak of at most ``budget`` bytes each; ``None`` if a graph has none.
 
-    Together they are never slower than any of ``proposals`` that is within the budget: in the mean over ``deviations``
-    and the prediction.
+    Together they are never slower than any of ``proposals`` that is within the budget, but for ``tolerance``: in the
+    mean over ``deviations`` and the prediction.
 
     Args:
         proposals: a schedule for each graph, of each proposal.
-        tolerance: the part of the predicted time of the step that may be given up for a lower peak.
+        tolerance: the part of the time of the step that may be given up for a lower peak.
         deviations: what counts beside the prediction.
     """
     if not tolerance:
@@ -66,12 +66,15 @@ def search_step(
             least = math.ceil(limit)
     if found is fastest and not deviations:
         return fastest
-    lean = _within(graphs, _peak(found), [*proposals, [one.schedule for one in found]], THOROUGH, deviations)
+    proposals = [*proposals, [one.schedule for one in found]]
+    lean = _within(graphs, _peak(found), proposals, THOROUGH, deviations)
     assert lean is not None
-    for each, timelines in zip(proposals, replayed, strict=True):
-        if timelines in allowed and _mean(graphs, each, deviations) < _seconds(lean):
-            return _within(graphs, budget, proposals, THOROUGH, deviations)
-    return lean
+    faster = [
+        max(timeline.peak for timeline in timelines)
+        for each, timelines in zip(proposals, replayed, strict=False)
+        if timelines in allowed and _mean(graphs, each, deviations) * (1 + tolerance) < _seconds(lean)
+    ]
+    return _within(graphs, max(faster), proposals, THOROUGH, deviations) if faster else lean
 
 
 def _within(

@@ -171,7 +171,12 @@ def _outputs(graph: Graph) -> list[Any]:
 
 def is_backward(graph: Graph) -> bool:
     """Return whether a graph takes gradients of outputs (a backward or joint graph)."""
-    return any(_is_tangent(node.meta.get("desc")) for node in graph.find_nodes(op="placeholder"))
+    return bool(tangents(graph))
+
+
+def tangents(graph: Graph) -> list[Node]:
+    """Return the inputs of a backward or joint graph that are gradients of outputs."""
+    return [node for node in graph.find_nodes(op="placeholder") if _is_tangent(node.meta.get("desc"))]
 
 
 def is_higher_order_body(graph: Graph) -> bool:
@@ -183,7 +188,7 @@ def held_inputs(graph: Graph) -> frozenset[Node]:
     """Return the inputs of a backward graph that autograd holds until the graph has run, whoever reads them last."""
     if not TANGENTS_ARE_HELD:
         return frozenset()
-    return frozenset(node for node in graph.find_nodes(op="placeholder") if _is_tangent(node.meta.get("desc")))
+    return frozenset(tangents(graph))
 
 
 def _is_tangent(desc: object) -> bool:

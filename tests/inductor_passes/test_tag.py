@@ -92,6 +92,30 @@ def test_a_weight_shared_by_two_checkpointed_regions_is_not_saved(partitioner):
     assert whole_weights_among_outputs(captured.forward) == []
 
 
+class Behind(nn.Module):
+    """A checkpointed region, and a weight whose gradient needs what the region returns if it ``multiplies``."""
+
+    def __init__(self, multiplies):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 6, bias=False), nn.Parameter(torch.ones(6))
+        self.multiplies = multiplies
+
+    def forward(self, x):
+        returned = checkpoint(lambda x: self.linear(x.tanh()), x, use_reentrant=False)
+        return returned * self.scale if self.multiplies else returned + self.scale
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+@pytest.mark.parametrize("partitioner", PARTITIONERS)
+def test_what_a_region_returns_is_saved_where_backward_needs_it_outside_of_the_region(partitioner, multiplies):
+    captured = capture(simple_fsdp(Behind(multiplies)), torch.ones(2, 6), partitioner=partitioner)
+    matmul, tanh = torch.ops.aten.mm.default, torch.ops.aten.tanh.default
+    (returned,) = captured.forward.find_nodes(op="call_function", target=matmul)
+    assert (returned in captured.forward.output_node().all_input_nodes) == multiplies
+    assert len(captured.backward.find_nodes(op="call_function", target=matmul)) == 1  # of the weight's gradient
+    assert len(captured.backward.find_nodes(op="call_function", target=tanh)) == 1  # the region is recomputed
+
+
 class Computed(nn.Module):
     """Weights that are used only through something computed from them."""
 

@@ -137,6 +137,12 @@ LOOKUP_CASES: dict[str, Case] = {
 }
 """Cases in which tokens and embeddings travel in place of the embedding's weight."""
 
+FLAT_CASES: dict[str, Case] = {
+    f"{name}-flat": replace(CASES[name], options={**CASES[name].options, "compile_once": False})
+    for name in ("block", "auto")
+}
+"""Cases whose blocks are traced and compiled one by one."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -172,11 +178,11 @@ def run_step(name: str, folder: Path) -> Step:
     """Compile a case, train some steps and return the log of the last.
 
     Args:
-        name: of ``CASES``, ``WIRE_CASES`` or ``LOOKUP_CASES``.
+        name: of ``CASES`` or of the cases below it.
         folder: for the report of the compilation.
     """
     torch._dynamo.reset()
-    case = {**CASES, **WIRE_CASES, **LOOKUP_CASES}[name]
+    case = {**CASES, **WIRE_CASES, **LOOKUP_CASES, **FLAT_CASES}[name]
     ranks = math.prod([*case.mesh.values(), case.tensor_parallel])
     with null_rank(ranks, case.backend) as recorder:
         model, shapes = sharded(case)

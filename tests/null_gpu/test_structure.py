@@ -301,14 +301,14 @@ def test_buckets_are_grouped_where_the_backend_issues_groups(step: Step) -> None
 
 
 MISPREDICTED = {
-    "tensor-parallel": 1.16,
     "replicate": 1.07,
-    "accumulation": 1.09,
     "graph-break": 0.9,
+    "checkpointing": 1.06,
 }
 """Cases whose predicted peak is off, and how large it is for each byte of the allocator's.
 
-Nothing is foreseen of what is in memory for another pair of graphs.
+Nothing is foreseen of what is in memory for another pair of graphs. With checkpointed blocks, the embedding's gradient is
+foreseen beside those of the first block, which are reduced before it is made.
 """
 WORKSPACE = 40 * 2**20
 """Bytes at most that cuBLAS asks torch's allocator for; they are not predicted."""

@@ -67,7 +67,7 @@ def test_with_deviations_the_mean_is_no_longer_than_that_of_the_fastest_as_predi
 
 @settings(max_examples=25, deadline=None)
 @given(cost_graphs(4, 0), cost_graphs(4, 4), st.sampled_from([0.0, 0.05]))
-def test_a_step_is_no_slower_in_the_mean_than_proposed(
+def test_a_step_is_no_slower_in_the_mean_than_proposed_but_for_the_tolerance(
     forward: CostGraph, backward: CostGraph, tolerance: float
 ) -> None:
     graphs = [forward, backward]
@@ -75,7 +75,7 @@ def test_a_step_is_no_slower_in_the_mean_than_proposed(
     found = search_step(graphs, proposals=[proposal], tolerance=tolerance, deviations=DEVIATIONS)
     assert found is not None
     proposed = seconds_with_deviations(graphs, proposal)
-    assert sum(one.seconds for one in found) <= sum(proposed) / len(proposed) + 1e-9
+    assert sum(one.seconds for one in found) <= (1 + tolerance) * sum(proposed) / len(proposed) + 1e-9
 
 
 def test_collectives_that_just_hide_are_merged_where_twice_the_latency_would_expose_them() -> None:

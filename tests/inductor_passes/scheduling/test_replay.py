@@ -394,7 +394,7 @@ def test_sums_of_each_replica_are_received_and_added_up() -> None:
 
 
 def test_a_gradient_takes_no_memory_in_the_slot_before_the_step_that_makes_it() -> None:
-    """What is in use in the slot is 100 bytes; in the step that makes 50 bytes of gradient, 60 besides."""
+    """In the slot 100 bytes are in use; in the step that makes 50 bytes of gradient, 60 besides."""
     reduction = Reduction("a", CollectiveKind("shard", 1.0, 0.0), 50, 1)
     graph = CostGraph((1.0,), (60,), (100, 60), (), (reduction,))
     found = replay(graph, Schedule((), (ScheduledBucket((0,), 1, 1),)))
