@@ -77,6 +77,12 @@ def search_step(
     return _within(graphs, max(faster), proposals, THOROUGH, deviations) if faster else lean
 
 
+def quick_seconds(graphs: Sequence[CostGraph], limit: float, deviations: Sequence[Deviation] = ()) -> float:
+    """Return about how long these graphs take with peaks of at most ``limit`` bytes; infinite: they do not fit."""
+    found = _within(graphs, limit, (), QUICK, deviations)
+    return math.inf if found is None else _seconds(found)
+
+
 def _within(
     graphs: Sequence[CostGraph],
     limit: float,

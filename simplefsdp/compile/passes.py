@@ -2,7 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,8 +28,10 @@ from inductor_passes.runtime.graph_dump import DUMP_NAMES
 from inductor_passes.runtime.record import is_step, record_graph
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.cost_model import accumulated_bytes, cost_graph_of
+from inductor_passes.scheduling.deviations import DEVIATIONS
 from inductor_passes.scheduling.issue_points import block_of
 from inductor_passes.scheduling.order_items import first_uses, graph_items, last_gradients
+from inductor_passes.scheduling.search_step import quick_seconds
 from inductor_passes.tag import tag
 from inductor_passes.torch_compat.aot_autograd import PartitionedGraphs, is_backward, is_higher_order_body
 from inductor_passes.torch_compat.dynamo import trace_artifact
@@ -229,12 +232,30 @@ class Passes:
     def cast_in_matmuls(self, forward: Graph, backward: Graph, limit: float) -> None:
         """Let matmuls cast gradients where that saves more than it costs, and where there is memory for it.
 
+        Where it is not clear whether there is, both ways are planned, quickly.
+
         Args:
             limit: bytes that the graphs may need.
         """
         _, costs = self.cost_graphs(forward, backward)
-        fqns = worth_casting_in_matmuls(costs, limit, narrows=self.given.narrows)
-        cast_in_matmuls(backward, lambda reduction: reduction.fqns[0] in fqns)
+        with_room, every = (
+            worth_casting_in_matmuls(costs, most, narrows=self.given.narrows) for most in (limit, math.inf)
+        )
+        fqns = every
+
+        def cast(graph: Graph, fqns: Collection[str]) -> Graph:
+            cast_in_matmuls(graph, lambda reduction: reduction.fqns[0] in fqns)
+            return graph
+
+        if with_room != every:
+            assert backward.owning_module is not None
+            seconds = {}
+            for tried in (with_room, every):
+                copied = GraphModule(backward.owning_module, copy.deepcopy(backward)).graph
+                seconds[tried] = quick_seconds(self.cost_graphs(forward, cast(copied, tried)), limit, DEVIATIONS)
+            fqns = min(seconds, key=seconds.__getitem__)
+            log.debug("seconds with gradients that matmuls cast: %s", {len(k): v for k, v in seconds.items()})
+        cast(backward, fqns)
 
     def _plan(self, forward: Graph, backward: Graph, params: Mapping[int, GraphParameter]) -> None:
         """Assign the collectives of both graphs to the buckets of their plan."""

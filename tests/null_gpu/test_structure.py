@@ -307,8 +307,8 @@ MISPREDICTED = {
 }
 """Cases whose predicted peak is off, and how large it is for each byte of the allocator's.
 
-Nothing is foreseen of what is in memory for another pair of graphs. With checkpointed blocks, the embedding's gradient is
-foreseen beside those of the first block, which are reduced before it is made.
+Nothing is foreseen of what is in memory for another pair of graphs. With checkpointed blocks, the embedding's gradient
+is foreseen beside those of the first block, which are reduced before it is made.
 """
 WORKSPACE = 40 * 2**20
 """Bytes at most that cuBLAS asks torch's allocator for; they are not predicted."""

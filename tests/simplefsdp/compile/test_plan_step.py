@@ -3,8 +3,10 @@
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx import Graph, GraphModule
 
 from inductor_passes.collectives import BUCKET, FQNS
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
@@ -22,6 +25,7 @@ from inductor_passes.scheduling.search_step import search_step
 from simplefsdp import BucketPlan, WireFormat, manual_plan, simple_fsdp
 from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import parse_options
+from simplefsdp.compile.passes import Passes
 from simplefsdp.compile.plan_step import (
     SearchRequest,
     most_bytes_of_a_block,
@@ -465,3 +469,35 @@ def test_a_matmul_casts_a_gradient_where_that_is_faster_and_raises_no_peak() -> 
 
 def with_kind(graph: CostGraph, kind: CollectiveKind) -> CostGraph:
     return graph._replace(reductions=tuple(reduction._replace(kind=kind) for reduction in graph.reductions))
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("one_of_four")
+@pytest.mark.parametrize(("seconds", "cast"), [((1.0, 2.0), {"a"}), ((2.0, 1.0), {"a", "b"})])
+def test_where_memory_may_be_short_for_gradients_that_matmuls_cast_both_ways_are_planned(
+    seconds: tuple[float, float], cast: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs are tried as copies, each with its gradients cast, and the faster way is carried out."""
+    module = GraphModule({}, Graph())
+    graph = module.graph
+    carried_out: list[tuple[Graph, frozenset[str]]] = []
+
+    def worth(_: CostGraph, limit: float, **__: bool) -> frozenset[str]:
+        return frozenset("a" if limit < math.inf else "ab")
+
+    def cast_in_matmuls(graph: Graph, is_allowed: Callable[[Any], bool]) -> None:
+        found = frozenset(fqn for fqn in "abc" if is_allowed(SimpleNamespace(fqns=(fqn,))))
+        carried_out.append((graph, found))
+
+    times = iter(seconds)
+    for name, changed in (("worth_casting_in_matmuls", worth), ("cast_in_matmuls", cast_in_matmuls)):
+        monkeypatch.setattr(f"simplefsdp.compile.passes.{name}", changed)
+    monkeypatch.setattr("simplefsdp.compile.passes.quick_seconds", lambda *_: next(times))
+    monkeypatch.setattr(Passes, "cost_graphs", lambda *_: [None, None])
+    passes = Passes(compilation_context([], parse_options({"profile": PROFILE})))
+    passes.cast_in_matmuls(graph, graph, 100.0)
+    assert [found for _, found in carried_out] == [{"a"}, {"a", "b"}, cast]
+    assert [tried is graph for tried, _ in carried_out] == [False, False, True]
+    carried_out.clear()
+    passes.cast_in_matmuls(graph, graph, math.inf)
+    assert carried_out == [(module.graph, {"a", "b"})]
