@@ -52,8 +52,12 @@ def search_step(
     if fastest is None:
         return None
     replayed = [[replay(graph, one) for graph, one in zip(graphs, each, strict=True)] for each in proposals]
-    allowed = [each for each in replayed if all(timeline.peak <= budget for timeline in each)]
-    proposed = [sum(timeline.seconds for timeline in each) for each in allowed]
+    allowed = [
+        (each, timelines)
+        for each, timelines in zip(proposals, replayed, strict=True)
+        if all(timeline.peak <= budget for timeline in timelines)
+    ]
+    proposed = [sum(timeline.seconds for timeline in timelines) for _, timelines in allowed]
     longest = min([_seconds(fastest) * (1 + tolerance), *proposed])
     found = fastest
     least = max(least_memory_schedule(graph).timeline.peak for graph in graphs)
@@ -71,13 +75,13 @@ def search_step(
     assert lean is not None
     faster = [
         max(timeline.peak for timeline in timelines)
-        for each, timelines in zip(proposals, replayed, strict=False)
-        if timelines in allowed and _mean(graphs, each, deviations) * (1 + tolerance) < _seconds(lean)
+        for each, timelines in allowed
+        if _mean(graphs, each, deviations) * (1 + tolerance) < _seconds(lean)
     ]
     return _within(graphs, max(faster), proposals, THOROUGH, deviations) if faster else lean
 
 
-def quick_seconds(graphs: Sequence[CostGraph], limit: float, deviations: Sequence[Deviation] = ()) -> float:
+def quick_seconds(graphs: Sequence[CostGraph], limit: float, deviations: Sequence[Deviation]) -> float:
     """Return about how long these graphs take with peaks of at most ``limit`` bytes; infinite: they do not fit."""
     found = _within(graphs, limit, (), QUICK, deviations)
     return math.inf if found is None else _seconds(found)

@@ -238,23 +238,19 @@ class Passes:
             limit: bytes that the graphs may need.
         """
         _, costs = self.cost_graphs(forward, backward)
-        with_room, every = (
-            worth_casting_in_matmuls(costs, most, narrows=self.given.narrows) for most in (limit, math.inf)
-        )
-        fqns = every
+        fqns, every = (worth_casting_in_matmuls(costs, most, narrows=self.given.narrows) for most in (limit, math.inf))
 
-        def cast(graph: Graph, fqns: Collection[str]) -> Graph:
+        def cast(graph: Graph, fqns: Collection[str]) -> None:
             cast_in_matmuls(graph, lambda reduction: reduction.fqns[0] in fqns)
-            return graph
 
-        if with_room != every:
+        def seconds(fqns: Collection[str]) -> float:
             assert backward.owning_module is not None
-            seconds = {}
-            for tried in (with_room, every):
-                copied = GraphModule(backward.owning_module, copy.deepcopy(backward)).graph
-                seconds[tried] = quick_seconds(self.cost_graphs(forward, cast(copied, tried)), limit, DEVIATIONS)
-            fqns = min(seconds, key=seconds.__getitem__)
-            log.debug("seconds with gradients that matmuls cast: %s", {len(k): v for k, v in seconds.items()})
+            copied = GraphModule(backward.owning_module, copy.deepcopy(backward)).graph
+            cast(copied, fqns)
+            return quick_seconds(self.cost_graphs(forward, copied), limit, DEVIATIONS)
+
+        if fqns != every:
+            fqns = min((fqns, every), key=seconds)
         cast(backward, fqns)
 
     def _plan(self, forward: Graph, backward: Graph, params: Mapping[int, GraphParameter]) -> None:

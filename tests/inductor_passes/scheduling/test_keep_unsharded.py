@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather
+from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 from inductor_passes.scheduling.cost_model import cost_graph_of
 from inductor_passes.scheduling.keep_unsharded import choose_unsharded, keep_unsharded
 from inductor_passes.scheduling.search import least_memory_schedule, search_schedule
@@ -32,6 +32,14 @@ def test_an_exchange_stays_a_step_of_its_own() -> None:
     (_, found) = keep_unsharded(forward, backward._replace(exchanges=(2,)), ["w0", "w1", "w2"])
     assert found.seconds == (2.0, 1.0, 1.0)
     assert found.exchanges == (1,)
+
+
+def test_a_gradient_waits_for_its_cast_in_as_many_steps_as_are_left() -> None:
+    forward, backward = pair()
+    reductions = tuple(Reduction(f"w{i}", KIND, 20, 4, copied_from=10, waiting_steps=i) for i in range(4))
+    (_, found) = keep_unsharded(forward, backward._replace(reductions=reductions), ["w0", "w1"])
+    assert found.seconds == (1.0, 3.0)
+    assert [reduction.waiting_steps for reduction in found.reductions] == [0, 0, 0, 1]
 
 
 @pytest.mark.slow
