@@ -1,17 +1,27 @@
 """Schedules that are fast although a device and its network deviate from their profile."""
 
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from inductor_passes.scheduling import search
+from inductor_passes.scheduling import search_step as search_step_module
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 from inductor_passes.scheduling.deviations import DEVIATIONS, Deviation, deviating, seconds_with_deviations
 from inductor_passes.scheduling.issue_points import Schedule
 from inductor_passes.scheduling.replay import replay
-from inductor_passes.scheduling.search import greedy_schedule, least_memory_schedule, search_schedule
+from inductor_passes.scheduling.search import (
+    ReplayedSchedule,
+    greedy_schedule,
+    least_memory_schedule,
+    search_schedule,
+)
 from inductor_passes.scheduling.search_step import search_step
 from inductor_passes.scheduling.slack import with_slack
 from tests.inductor_passes.scheduling.chains import cost_graphs
+from tests.inductor_passes.scheduling.test_search import NETWORK, transformer
 
 KIND = CollectiveKind("shard", alpha_s=1.0, s_per_byte=0.1, member_s=0.25)
 
@@ -91,3 +101,56 @@ def test_collectives_that_just_hide_are_merged_where_twice_the_latency_would_exp
     assert replay(slow, chosen.schedule).seconds < 0.85 * replay(slow, predicted.schedule).seconds
     assert chosen.timeline.seconds <= 1.1 * predicted.timeline.seconds
     assert len(chosen.schedule.gathers) < len(predicted.schedule.gathers)
+
+
+def test_schedules_for_a_slow_network_and_small_changes_of_the_best_bring_a_better_mean(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = transformer(8, 10e-3, NETWORK._replace(alpha_s=2e-3))
+    budget = between(graph, 0.3)
+    chosen = search_schedule(graph, budget, deviations=DEVIATIONS)
+    assert chosen is not None
+    with monkeypatch.context() as without:
+        without.setattr(search, "SLOW_NETWORK", Deviation())
+        arranged_as_predicted = search_schedule(graph, budget, deviations=DEVIATIONS)
+    assert arranged_as_predicted is not None
+    assert chosen.seconds < 0.9 * arranged_as_predicted.seconds
+    monkeypatch.setattr(search, "_PRUNED", -1.0)  # no change is replayed with deviations
+    unchanged = search_schedule(graph, budget, deviations=DEVIATIONS)
+    assert unchanged is not None
+    assert chosen.seconds < 0.95 * unchanged.seconds
+
+
+def test_slack_that_costs_nothing_as_predicted_is_left_out_where_it_costs_with_deviations() -> None:
+    graph = transformer(8, 10e-3, NETWORK._replace(alpha_s=1e-3))
+    chosen = search_schedule(graph, between(graph, 0.6), deviations=DEVIATIONS)
+    assert chosen is not None
+    peak = chosen.timeline.peak
+    assert mean(graph, with_slack(graph, chosen.schedule, peak)) > 1.001 * chosen.seconds
+    assert mean(graph, with_slack(graph, chosen.schedule, peak, DEVIATIONS)) <= chosen.seconds
+
+
+def test_a_step_gets_the_memory_of_a_proposal_that_is_faster_in_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = transformer(4, 5e-3)
+    proposal = greedy_schedule(graph)
+    limits: list[float] = []
+
+    def slow_at_first(graph: CostGraph, limit: float, *given: Any, **options: Any) -> ReplayedSchedule | None:
+        found = search_schedule(graph, limit, *given, **options)
+        if options["deviations"]:
+            limits.append(limit)
+        slower = 10.0 if options["deviations"] and len(limits) == 1 else 0.0
+        return found and found._replace(seconds=found.seconds + slower)
+
+    monkeypatch.setattr(search_step_module, "search_schedule", slow_at_first)
+    found = search_step([graph], proposals=[[proposal.schedule]], tolerance=0.05, deviations=DEVIATIONS)
+    assert found is not None
+    assert limits[1:] == [proposal.timeline.peak]
+    assert found[0].seconds <= mean(graph, proposal.schedule)
+
+
+def between(graph: CostGraph, part: float) -> float:
+    """Return a budget between the least peak and that of the fastest schedule."""
+    least, fastest = least_memory_schedule(graph).timeline.peak, search_schedule(graph)
+    assert fastest is not None
+    return least + part * (fastest.timeline.peak - least)
