@@ -40,11 +40,11 @@ def run(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
                 raise
             least = int(found[1])
         torch._dynamo.reset()
-        training_runs, predicted = [training_run(None)], [predictions.found[-1]]
+        training_runs, predicted = [training_run(None)], [predictions[-1]]
         most = -(-100 * predicted[0].peak_bytes // PLANNED_PERCENT)
         for i in reversed(range(count)):
             training_runs.append(training_run(least + (most - least) * i // count))
-            predicted.append(predictions.found[-1])
+            predicted.append(predictions[-1])
         results = measure(training_runs, scenario.network, rounds, lambda: None)
     return [
         {

@@ -18,12 +18,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.off_profile import planned_off_profile
 from inductor_passes.torch_compat.distributed import GROUPING_NCCL
+from simplefsdp.analysis.simulated import SimulatedResult, simulate_system, simulated_table
 from simplefsdp.frontend.embedding_lookup import LOOKUPS
 from simplefsdp.hardware.catalog import built_in, smallest_network
 from simplefsdp.models import llama
 from simplefsdp.null_gpu.launch import null_device
 from simplefsdp.null_gpu.rank import null_rank
-from simplefsdp.rehearsal.simulated import SimulatedResult, simulate_system, simulated_table
 from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism, System, simplefsdp_system
 from simplefsdp.rehearsal.workload import Workload
 from simplefsdp.text.units import parse_bytes

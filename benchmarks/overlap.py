@@ -16,7 +16,6 @@ predicted to take is compared with what they took. Writes Markdown, JSON and a c
 
 import argparse
 import json
-import logging
 import math
 import os
 import platform
@@ -41,7 +40,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from benchmarks.baselines import baselines
 from benchmarks.off_profile import planned_off_profile
 from simplefsdp import rehearsal
-from simplefsdp.analysis.prediction import Prediction
+from simplefsdp.analysis.prediction import Prediction, collected_predictions
 from simplefsdp.calibration.calibrate import calibrate
 from simplefsdp.hardware.profile import Network, flat, network
 from simplefsdp.models import llama
@@ -116,17 +115,6 @@ def _logs(low: float, high: float) -> tuple[float, float]:
     return math.log(low), math.log(high)
 
 
-class Predictions(logging.Handler):
-    """Collects the predictions that are logged, the latest last."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.found: list[Prediction] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found += [arg for arg in record.args or () if isinstance(arg, Prediction)]
-
-
 def systems_for(chosen: Network) -> Mapping[str, System]:
     return {
         OURS: SYSTEMS["block"],
@@ -145,17 +133,14 @@ ALL = tuple(systems_for(network("cpu-latency")))
 
 
 @contextmanager
-def prepared(scenario: Scenario) -> Iterator[tuple[World, Workload, Predictions]]:
+def prepared(scenario: Scenario) -> Iterator[tuple[World, Workload, list[Prediction]]]:
     """The scenario's rehearsal in this process, which is calibrated before, and what is predicted meanwhile."""
     chosen = scenario.network
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64  # every system compiles the same forward
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     profile = calibrate(torch.device("cpu"), chosen)
-    log, predictions = logging.getLogger("simplefsdp"), Predictions()
-    log.addHandler(predictions)
-    log.setLevel(logging.DEBUG)
-    with rehearsal.world(scenario.ranks, chosen) as world:
+    with rehearsal.world(scenario.ranks, chosen) as world, collected_predictions() as predictions:
         nodes = scenario.ranks // chosen.ranks_per_node
         shape = (nodes, chosen.ranks_per_node) if scenario.hybrid else (scenario.ranks,)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -182,7 +167,7 @@ def run(name: str, scenario: Scenario, systems: list[str], rounds: int) -> dict[
             small = replace(workload, build=lambda: llama.build("debug", dim=16, layers=1, ffn_dim=16), seq=8)
             TrainingRun("warm up", every["none"], small, world).step(chosen)
         for system in systems:
-            predictions.found.clear()
+            predictions.clear()
             with fresh_compile_cache(), restored_config():
                 try:
                     training_run = TrainingRun(system, planned_off_profile(system, every), workload, world)
@@ -194,8 +179,8 @@ def run(name: str, scenario: Scenario, systems: list[str], rounds: int) -> dict[
                     failed[system] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                     continue
             training_runs.append(training_run)
-            if predictions.found:
-                prediction = predictions.found[-1]
+            if predictions:
+                prediction = predictions[-1]
                 predicted[system] = {**asdict(prediction), "step_s": prediction.step_s}
             print(f"{name}: {system}: first step {training_run.first_step_s:.1f} s", file=sys.stderr)
         results = measure(training_runs, chosen, rounds, lambda: None)

@@ -111,7 +111,7 @@ def rehearse(name: str, scenario: Scenario, rounds: int) -> dict[str, Any]:
     with prepared(scenario) as (world, workload, predictions):
         runs, predicted, sent = [], {}, {}
         for what, wire in {**FORMATS, **FURTHER.get(name, {})}.items():
-            predictions.found.clear()
+            predictions.clear()
             with fresh_compile_cache(), restored_config():
                 on_node = scenario.ranks if what.endswith("in one step") else None
                 system = simplefsdp_system("auto", wire=wire, narrows=what == "auto", ranks_per_node=on_node)
@@ -119,7 +119,7 @@ def rehearse(name: str, scenario: Scenario, rounds: int) -> dict[str, Any]:
                 for _ in range(2):
                     step = one.step(chosen)
             runs.append(one)
-            predicted[what] = predictions.found[-1].step_s, predictions.found[-1].peak_bytes
+            predicted[what] = predictions[-1].step_s, predictions[-1].peak_bytes
             sent[what] = sum(collective.nbytes for collective in step.collectives)
             print(f"{name}: {what}: first step {one.first_step_s:.1f} s", file=sys.stderr)
         results = measure(runs, chosen, rounds, lambda: None)

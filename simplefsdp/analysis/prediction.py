@@ -1,8 +1,10 @@
 """Predict what a plan takes, before it is run: time, exposed communication and memory of a step."""
 
 import json
+import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -207,3 +209,29 @@ def predict(plan: BucketPlan, costs: StepCosts, replayed: Sequence[Timeline]) ->
         costs.resident_bytes + max(first.peak, second.peak, costs.outside_bytes),
         costs.resident_bytes,
     )
+
+
+class _Collector(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.found: list[Prediction] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found += [arg for arg in record.args or () if isinstance(arg, Prediction)]
+
+
+@contextmanager
+def collected_predictions() -> Iterator[list[Prediction]]:
+    """Collect the predictions of the plans that are made meanwhile in the list that is yielded, the latest last.
+
+    A graph that torch loads from its AOTAutograd cache has its plan from there, and no prediction is made.
+    """
+    log, collector = logging.getLogger("simplefsdp"), _Collector()
+    level = log.level
+    log.addHandler(collector)
+    log.setLevel(logging.DEBUG)
+    try:
+        yield collector.found
+    finally:
+        log.setLevel(level)
+        log.removeHandler(collector)

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from inductor_passes.torch_compat.distributed import GROUPING_NCCL
+from simplefsdp.analysis.simulated import SimulatedResult, simulate_system, simulated_table, write_trace
 from simplefsdp.cli.results import print_results
 from simplefsdp.hardware.profile import HardwareProfile
 from simplefsdp.null_gpu.launch import environment, null_device
 from simplefsdp.null_gpu.rank import null_rank
-from simplefsdp.rehearsal.simulated import SimulatedResult, simulate_system, simulated_table, write_trace
 from simplefsdp.rehearsal.systems import System
 from simplefsdp.rehearsal.workload import Workload
 

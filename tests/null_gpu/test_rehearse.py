@@ -28,10 +28,16 @@ def test_systems_are_simulated_with_traces_of_streams_waits_and_memory(
 ) -> None:
     rehearse(f"{DEBUG} --ranks 64 --against fsdp2 --json --trace {tmp_path}", monkeypatch)
     found: Any = json.loads(capsys.readouterr().out)
+    rehearse(f"{DEBUG} --ranks 64 --json", monkeypatch)  # the caches are warm
+    (again,) = json.loads(capsys.readouterr().out)["results"]
+    assert again["predicted"] == found["results"][0]["predicted"]
     results = {result["system"]: result for result in found["results"]}
     assert (list(results), found["failed"]) == (["block", "fsdp2"], {})
     assert results["block"]["copies"] < results["fsdp2"]["copies"]
     assert results["block"]["copied_bytes"] < results["fsdp2"]["copied_bytes"]
+    assert results["fsdp2"]["predicted"] is None
+    assert results["block"]["predicted"]["step_s"] > 0
+    assert results["block"]["predicted"]["peak_bytes"] > 0
     for name, result in results.items():
         assert result["host_waits"] == 0
         assert result["unknown"] == {}

@@ -100,7 +100,5 @@ def test_only_the_command_that_simulates_imports_the_null_gpu() -> None:
     outside = {name: path for name, path in known.items() if not name.startswith("simplefsdp.null_gpu")}
     imported = {(name, each) for name, path in outside.items() for each in imports(name, path, known)}
     users = {name for name, each in imported if each.startswith("simplefsdp.null_gpu")}
-    assert users == {"simplefsdp.rehearsal.simulated", "simplefsdp.cli.simulation", "simplefsdp.cli.rehearse"}
-    assert {name for name, each in imported if each == "simplefsdp.rehearsal.simulated"} == {
-        "simplefsdp.cli.simulation"
-    }
+    assert users == {"simplefsdp.analysis.simulated", "simplefsdp.cli.simulation", "simplefsdp.cli.rehearse"}
+    assert {name for name, each in imported if each == "simplefsdp.analysis.simulated"} == {"simplefsdp.cli.simulation"}

@@ -11,14 +11,16 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from inductor_passes.torch_compat.dtensor import local_tensor
+from simplefsdp.analysis.prediction import Prediction, collected_predictions
 from simplefsdp.hardware.profile import HardwareProfile
 from simplefsdp.null_gpu.clock import BUCKET_COPIES, SimulatedStep, Sizes, last_step, noting_triton_bytes, simulate
 from simplefsdp.null_gpu.log import Collective, Event, Kernel, Matmul, Recorder, Wait, host_waits
@@ -55,12 +57,17 @@ class SimulatedResult:
     host_waits: int
     memory: tuple[tuple[float, int], ...]
     """Bytes that torch's allocator had given away, from a time on; seconds since the step's begin."""
+    predicted: Prediction | None
+    """The compiler's prediction of its plan; None for systems that have no plan of this library."""
 
     def figures(self) -> dict[str, Any]:
         """Return the result without the step's spans and its memory over time, for JSON."""
         step = self.simulated._asdict()
         del step["spans"], step["reached_s"]
-        return {name: value for name, value in vars(self).items() if name not in ("simulated", "memory")} | step
+        figures = {name: value for name, value in vars(self).items() if name not in ("simulated", "memory")} | step
+        if self.predicted is not None:
+            figures["predicted"] = {**asdict(self.predicted), "step_s": self.predicted.step_s}
+        return figures
 
 
 def simulate_system(
@@ -110,7 +117,9 @@ def simulate_system(
         optimizer.zero_grad()
         after_step(model)
 
-    with _embeddings_that_do_not_ask_the_device():
+    # Kernels come from their caches; the plan is made anew, for its prediction.
+    planned = functorch_config.patch(enable_autograd_cache=False)
+    with planned, _embeddings_that_do_not_ask_the_device(), collected_predictions() as predictions:
         for _ in range(_WARM_UP):
             step()
         groups = communicators(recorder)
@@ -139,6 +148,7 @@ def simulate_system(
         torch.cuda.max_memory_allocated(),
         **_requests(logged),
         memory=_memory(alive, allocations, logged, simulated.reached_s),
+        predicted=predictions[-1] if predictions else None,
     )
 
 
@@ -216,7 +226,10 @@ def write_trace(result: SimulatedResult, path: Path) -> None:
 
 
 def simulated_table(found: Sequence[SimulatedResult]) -> str:
-    """Return a table in Markdown with one row for each system; ratios are to the first."""
+    """Return a table in Markdown with one row for each system.
+
+    Ratios are to the first system, those of what was predicted to the row's own step and peak.
+    """
     first = found[0]
     times = "step, ms", "to the first", "tokens/s a device", "MFU", "exposed, ms", "compute, ms"
     of_copies = "copies of buckets, ms", "copied, GB"
@@ -243,12 +256,30 @@ def simulated_table(found: Sequence[SimulatedResult]) -> str:
                 f"{each.peak_bytes / 2**30:.2f}",
                 f"{each.peak_bytes / first.peak_bytes:.3f}x",
                 *map(str, (each.kernels, each.copies, each.collectives, each.stream_waits, each.host_waits)),
+                *_predicted(each),
             ]
         )
-    header = ["system", *times, *of_copies, *others, "peak, GiB", "to the first", *counts]
+    header = [
+        "system",
+        *times,
+        *of_copies,
+        *others,
+        "peak, GiB",
+        "to the first",
+        *counts,
+        "predicted step",
+        "predicted peak",
+    ]
     unknown = {each.system: each.simulated.unknown for each in found if each.simulated.unknown}
     notes = [f"{system}: kernels of unknown size: {_counts(counts)}" for system, counts in unknown.items()]
     return "\n\n".join([markdown_table(header, rows), *notes])
+
+
+def _predicted(result: SimulatedResult) -> tuple[str, str]:
+    if result.predicted is None:
+        return "-", "-"
+    step = result.predicted.step_s / result.simulated.step_s
+    return f"{step:.3f}x", f"{result.predicted.peak_bytes / result.peak_bytes:.3f}x"
 
 
 def _ms(seconds: float) -> str:
