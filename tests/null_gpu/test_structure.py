@@ -310,8 +310,8 @@ MISPREDICTED = {
 Nothing is foreseen of what is in memory for another pair of graphs. With checkpointed blocks, the embedding's gradient
 is foreseen beside those of the first block, which are reduced before it is made.
 """
-NOT_PREDICTED = 44 * 2**20
-"""Bytes at most of a batch and of what cuBLAS asks torch's allocator for."""
+WORKSPACE = 40 * 2**20
+"""Bytes at most that cuBLAS asks torch's allocator for; they are not predicted."""
 
 
 def test_the_predicted_peak_is_that_of_the_allocator(step: Step) -> None:
@@ -319,4 +319,4 @@ def test_the_predicted_peak_is_that_of_the_allocator(step: Step) -> None:
         assert step.peak_bytes <= parse_bytes(budget)
     if step.predicted_bytes:
         predicted = max(step.predicted_bytes) / MISPREDICTED.get(step.name, 1.0)
-        assert predicted == pytest.approx(step.peak_bytes, rel=0.05, abs=NOT_PREDICTED)
+        assert predicted == pytest.approx(step.peak_bytes, rel=0.05, abs=WORKSPACE)
