@@ -20,7 +20,6 @@ from benchmarks.off_profile import planned_off_profile
 from inductor_passes.torch_compat.distributed import GROUPING_NCCL
 from simplefsdp.analysis.simulated import SimulatedResult, simulate_system, simulated_table
 from simplefsdp.frontend.embedding_lookup import LOOKUPS
-from simplefsdp.frontend.sharding import Reshard
 from simplefsdp.hardware.catalog import built_in, smallest_network
 from simplefsdp.models import llama
 from simplefsdp.null_gpu.launch import null_device
@@ -34,10 +33,7 @@ def system_of(name: str) -> System:
     """Return a system by name; ``"auto:13GiB"`` is ``auto`` with a memory budget, for ``@`` see ``off_profile``."""
     within = name.partition("@")[0]
     plan, _, budget = within.partition(":")
-    system = SYSTEMS[plan]
-    if budget:
-        reshard: Reshard | None = "auto" if plan.endswith("-kept") else None
-        system = simplefsdp_system(plan.removesuffix("-kept"), budget=parse_bytes(budget), reshard=reshard)
+    system = simplefsdp_system(plan, budget=parse_bytes(budget)) if budget else SYSTEMS[plan]
     return planned_off_profile(name, {within: system})
 
 

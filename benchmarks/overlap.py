@@ -180,8 +180,7 @@ def run(name: str, scenario: Scenario, systems: list[str], rounds: int) -> dict[
                     continue
             training_runs.append(training_run)
             if predictions:
-                prediction = predictions[-1]
-                predicted[system] = {**asdict(prediction), "step_s": prediction.step_s}
+                predicted[system] = predictions[-1].figures()
             print(f"{name}: {system}: first step {training_run.first_step_s:.1f} s", file=sys.stderr)
         results = measure(training_runs, chosen, rounds, lambda: None)
     return {

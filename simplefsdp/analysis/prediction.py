@@ -172,8 +172,12 @@ class Prediction:
         """How much longer both graphs take than the bound, as a part of the bound."""
         return (self.forward_s + self.backward_s) / self.bound_s - 1 if self.bound_s else 0.0
 
+    def figures(self) -> dict[str, Any]:
+        """Return the fields and ``step_s``, for JSON."""
+        return {**asdict(self), "step_s": self.step_s}
+
     def to_json(self) -> str:
-        return json.dumps({**asdict(self), "step_s": self.step_s, "gap": self.gap}, indent=1) + "\n"
+        return json.dumps({**self.figures(), "gap": self.gap}, indent=1) + "\n"
 
     def __str__(self) -> str:
         return (

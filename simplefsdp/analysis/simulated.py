@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,7 @@ class SimulatedResult:
         step = self.simulated._asdict()
         del step["spans"], step["reached_s"]
         figures = {name: value for name, value in vars(self).items() if name not in ("simulated", "memory")} | step
-        if self.predicted is not None:
-            figures["predicted"] = {**asdict(self.predicted), "step_s": self.predicted.step_s}
-        return figures
+        return figures | {"predicted": self.predicted and self.predicted.figures()}
 
 
 def simulate_system(
@@ -118,8 +116,8 @@ def simulate_system(
         after_step(model)
 
     # Kernels come from their caches; the plan is made anew, for its prediction.
-    planned = functorch_config.patch(enable_autograd_cache=False)
-    with planned, _embeddings_that_do_not_ask_the_device(), collected_predictions() as predictions:
+    plans_anew = functorch_config.patch(enable_autograd_cache=False)
+    with plans_anew, _embeddings_that_do_not_ask_the_device(), collected_predictions() as predictions:
         for _ in range(_WARM_UP):
             step()
         groups = communicators(recorder)
@@ -259,17 +257,8 @@ def simulated_table(found: Sequence[SimulatedResult]) -> str:
                 *_predicted(each),
             ]
         )
-    header = [
-        "system",
-        *times,
-        *of_copies,
-        *others,
-        "peak, GiB",
-        "to the first",
-        *counts,
-        "predicted step",
-        "predicted peak",
-    ]
+    predicted = "predicted step", "predicted peak"
+    header = ["system", *times, *of_copies, *others, "peak, GiB", "to the first", *counts, *predicted]
     unknown = {each.system: each.simulated.unknown for each in found if each.simulated.unknown}
     notes = [f"{system}: kernels of unknown size: {_counts(counts)}" for system, counts in unknown.items()]
     return "\n\n".join([markdown_table(header, rows), *notes])

@@ -1,4 +1,3 @@
-import logging
 import os
 import re
 import socket
@@ -14,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from simplefsdp import simple_fsdp
-from simplefsdp.analysis.prediction import Prediction
+from simplefsdp.analysis.prediction import collected_predictions
 from simplefsdp.calibration import calibrate
 from simplefsdp.cli import main as cli
 from simplefsdp.compile.options import parse_options, profile_of
@@ -76,12 +75,6 @@ def _as_torchrun_would(rank: int, cache_folder: str, port: str) -> None:
     os.environ |= {"XDG_CACHE_HOME": cache_folder, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
     dist.init_process_group("gloo")
-    logged: list[Any] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record)  # type: ignore[method-assign]
-    log = logging.getLogger("simplefsdp")
-    log.addHandler(handler)
-    log.setLevel(logging.DEBUG)
     run = subprocess.run
 
     def run_with_a_device_made_up(arguments: list[str], **kwargs: Any) -> Any:
@@ -89,9 +82,9 @@ def _as_torchrun_would(rank: int, cache_folder: str, port: str) -> None:
         return run([__name__ if word == "simplefsdp" else word for word in arguments], **kwargs)
 
     model = simple_fsdp(tiny_llama())
-    with mock.patch.object(cache.subprocess, "run", run_with_a_device_made_up):
+    with mock.patch.object(cache.subprocess, "run", run_with_a_device_made_up), collected_predictions() as predictions:
         torch.compile(model, backend="simplefsdp", options={"lower_with": "aot_eager"})(*batch(0, 0)).backward()
-    (prediction,) = (arg for record in logged for arg in record.args or () if isinstance(arg, Prediction))
+    (prediction,) = predictions
     assert prediction.profile == "test"
     dist.destroy_process_group()
 
