@@ -109,6 +109,8 @@ class _World:
     """Things that this rank has issued, by name of the process group."""
     begun: dict[str, Record] = field(default_factory=dict)
     """Graphs that have begun to run, by what is noted of them."""
+    held_bytes: Counter[int] = field(default_factory=Counter)
+    """How many forward graphs hold so many bytes for a backward that has not begun."""
     epoch: int = 0
     """How often failures were forgotten, and histories with them."""
     conflict: str = ""
@@ -138,6 +140,7 @@ def agree(_any: Tensor, text: str) -> Tensor:
     """
     agreed = _world().agreed
     record = agreed.get(text) or Record.from_json(text)
+    _note_held_bytes(record)
     for group, what in record.noted.items():
         _world().begun[what] = record
         history(group).add(what)
@@ -153,6 +156,14 @@ def agree(_any: Tensor, text: str) -> Tensor:
     for watch in graph_observers:
         watch(record)
     return _any.new_empty(0)
+
+
+def _note_held_bytes(record: Record) -> None:
+    held = _world().held_bytes
+    if record.direction == "forward":
+        held[record.held_bytes] += 1
+    elif held[record.held_bytes]:
+        held[record.held_bytes] -= 1
 
 
 LIBRARY.define("agree(Tensor any, str record) -> Tensor", tags=(torch.Tag.flexible_layout,))
@@ -220,6 +231,16 @@ def noted_graphs(group: str) -> dict[str, str]:
     """Return the lines that the ranks of a group have in common of each graph that has begun, by what is noted."""
     graphs = _world().begun.items()
     return {what: "\n".join(lines) for what, record in graphs if (lines := record.compared().get(group))}
+
+
+def held_bytes() -> int:
+    """Return the bytes that forward graphs of this step, as predicted, hold for backward graphs that have not begun."""
+    return sum(nbytes * graphs for nbytes, graphs in _world().held_bytes.items())
+
+
+def forget_held_bytes() -> None:
+    """Begin a step: of graphs whose backward never ran nothing is held any more."""
+    _world().held_bytes.clear()
 
 
 def epoch() -> int:

@@ -59,6 +59,8 @@ class Record:
     """Reasons why the graph is worse than planned."""
     report: Mapping[str, str] | None = None
     """``Report.packed()``."""
+    held_bytes: int = 0
+    """Bytes that the forward graph leaves in memory for its backward, as predicted; both graphs have them."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -85,6 +85,8 @@ def _reduction_costs(reductions: Sequence[Reduction], form: Form | None) -> tupl
         result = sum(reduction.result for reduction in mergeable)
         parts = len(own) + (len(mergeable) > len(own)) if own else 1
         freed = nbytes if kind.wire_format is None else 2 * sent
+        if result == nbytes and kind.wire_format is None:  # an all-reduce works in the memory of its input
+            result = freed = 0
         costs.append(ReductionCosts(kind, fqns, nbytes, copied, copying_s, received, more, result, parts, freed))
     return tuple(costs)
 

@@ -1,94 +1,230 @@
-"""Memory and work of a step's optimizer, by its name, for a model that is sharded and may be on ``meta``."""
+"""Memory and work of an optimizer's step, by its name or as it is; the model is sharded, and may be on ``meta``."""
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from simplefsdp.analysis.prediction import StepState, step_state
-from simplefsdp.training.optimizers.distribute import EXCHANGE_BYTES
+from simplefsdp.training.optimizers.claims import optimizer_of
+from simplefsdp.training.optimizers.distribute import EXCHANGE_BYTES, distribution_of
 from simplefsdp.training.optimizers.hidden import hidden_matrices
+from simplefsdp.training.optimizers.low_rank import GaLore
+from simplefsdp.training.optimizers.moments import BLOCK
+from simplefsdp.training.optimizers.newton_schulz import Muon
 from simplefsdp.training.optimizers.ownership import Owned, cost, deal, exchange_groups, lanes, layout
+from simplefsdp.training.optimizers.ranger21 import Ranger21
 
-OPTIMIZERS = ("adamw", "sgd", "muon", "galore")
+OPTIMIZERS = ("adamw", "sgd", "muon", "galore", "galore-8bit", "galore-factored")
 """Names of optimizers: ``sgd`` without momentum, ``galore`` at a quarter of the shorter side, as in its paper."""
+
+_MOMENTS: Mapping[type, Callable[[Mapping[str, Any]], int]] = {
+    torch.optim.ASGD: lambda _: 1,
+    torch.optim.Adagrad: lambda _: 1,
+    torch.optim.SGD: lambda group: int(group["momentum"] != 0),
+    torch.optim.RMSprop: lambda group: 1 + int(group["momentum"] != 0) + int(group["centered"]),
+    torch.optim.Adam: lambda group: 2 + int(group["amsgrad"]),
+    torch.optim.AdamW: lambda group: 2 + int(group["amsgrad"]),
+    Ranger21: lambda _: 5,
+}
+"""Tensors of a parameter's shape that an optimizer of single values keeps, by the settings of a group."""
 
 _ITERATIONS = 5
 """Newton-Schulz iterations of Muon."""
 
 
-class _OfMatrix(NamedTuple):
-    """Memory and work of an optimizer for a matrix, from its shorter and its longer side."""
+class _Matrix(NamedTuple):
+    """A matrix that an owner steps: its shorter and its longer side, and the bytes of one of its values."""
 
-    state_bytes: Callable[[int, int], int]
-    products: Callable[[int, int], list[float]]
+    short: int
+    long: int
+    itemsize: int
+
+
+class _OfMatrix(NamedTuple):
+    """Memory and work of an optimizer for a matrix, by the settings of its group."""
+
+    state_bytes: Callable[[_Matrix, Mapping[str, Any]], int]
+    products: Callable[[_Matrix, Mapping[str, Any]], list[float]] = lambda *_: []
     """Operations of each product of matrices."""
 
 
-_OF_MATRIX = {
-    "muon": _OfMatrix(
-        lambda short, long: 4 * short * long,
-        lambda short, long: _ITERATIONS * [2.0 * short * short * long, 2.0 * short**3, 2.0 * short * short * long],
-    ),
-    "galore": _OfMatrix(
-        lambda short, long: 4 * (_rank(short) * short + 2 * _rank(short) * long + 1),
-        lambda short, long: 2 * [2.0 * _rank(short) * short * long],
-    ),
+def _state_of_muon(of: _Matrix, _: Mapping[str, Any]) -> int:
+    return of.itemsize * of.short * of.long
+
+
+def _products_of_muon(of: _Matrix, _: Mapping[str, Any]) -> list[float]:
+    wide = 2.0 * of.short**2 * of.long
+    return _ITERATIONS * [wide, 2.0 * of.short**3, wide]
+
+
+def _state_of_galore(of: _Matrix, group: Mapping[str, Any]) -> int:
+    rank = min(group["rank"], of.short)
+    low = rank * of.long
+    moments = {
+        "full": 2 * of.itemsize * low,
+        "8bit": 2 * (low + of.itemsize * -(-low // BLOCK)),
+        "factored": of.itemsize * (rank + of.long + low * (group["betas"][0] != 0)),
+    }
+    return of.itemsize * rank * of.short + moments[group["moments"]] + 4  # and the count of steps
+
+
+def _products_of_galore(of: _Matrix, group: Mapping[str, Any]) -> list[float]:
+    return 2 * [2.0 * min(group["rank"], of.short) * of.short * of.long]
+
+
+_OF_MATRIX: Mapping[type, _OfMatrix] = {
+    Muon: _OfMatrix(_state_of_muon, _products_of_muon),
+    torch.optim.Muon: _OfMatrix(_state_of_muon, _products_of_muon),
+    GaLore: _OfMatrix(_state_of_galore, _products_of_galore),
+    torch.optim.Adafactor: _OfMatrix(lambda of, _: of.itemsize * (of.short + of.long)),
 }
 
 
+def _of_matrix(optimizer: type, group: Mapping[str, Any]) -> _OfMatrix:
+    """Return what is known of an optimizer of whole parameters; two moments where nothing is."""
+    if optimizer in _OF_MATRIX and group.get("algorithm") != "adamw":
+        return _OF_MATRIX[optimizer]
+    moments = _moments(optimizer, group)
+    return _OfMatrix(lambda of, _: moments * of.itemsize * of.short * of.long)
+
+
+def _moments(optimizer: type, group: Mapping[str, Any]) -> int:
+    """Return how many tensors of a parameter's shape an optimizer of single values keeps."""
+    return _MOMENTS[optimizer](group) if optimizer in _MOMENTS else 2
+
+
 def optimizer_state(model: nn.Module, optimizer: str) -> StepState:
-    """Return the state of a step of a sharded model, with this optimizer's memory and work.
+    """Return the state of a step of a sharded model, with the memory and work of an optimizer by name.
 
     Args:
         model: a model after ``simple_fsdp``; every parameter is sharded.
         optimizer: one of ``OPTIMIZERS``.
     """
     named: dict[str, Any] = dict(model.named_parameters())
-
-    def of(params: Sequence[Any], **moments: Any) -> StepState:
-        return step_state([(p.simple_fsdp_info, p.dtype, p.requires_grad) for p in params], **moments)
-
-    if optimizer not in _OF_MATRIX:
-        return of([*named.values()], moments_bytes=0 if optimizer == "sgd" else 8)
-    trained = {name: param for name, param in named.items() if param.requires_grad}
-    hidden = hidden_matrices(model, trained)
-    rest = of([param for name, param in named.items() if name not in hidden])
-    shards = of([*hidden.values()], moments_bytes=0)
+    name, _, moments = optimizer.partition("-")
+    if name not in ("muon", "galore"):
+        return _on_shards([*named.values()], moments_bytes=0 if name == "sgd" else 8)
+    hidden = hidden_matrices(model, {name: param for name, param in named.items() if param.requires_grad})
+    rest = [param for name, param in named.items() if name not in hidden]
     owned: list[Owned] = []
     for params in lanes([*hidden.values()]).values():
         dealt = deal([cost(param.shape) for param in params], [0.0] * len(layout(params[0]).ranks))
         owned += [Owned(param, layout(param), owner) for param, owner in zip(params, dealt, strict=True)]
-    kind = _OF_MATRIX[optimizer]
+
+    def settings(each: Owned) -> tuple[_OfMatrix, Mapping[str, Any]]:
+        quarter = max(1, _matrix(each).short // 4)
+        group = {"rank": quarter, "moments": moments or "full", "betas": (0.9, 0.999)}
+        return _OF_MATRIX[Muon if name == "muon" else GaLore], group
+
+    return _sum([_on_shards(rest), _of_owned(owned, exchange_groups(owned, EXCHANGE_BYTES), settings)])
+
+
+def state_of_parameters(params: Iterable[Any]) -> StepState:
+    """Return the state of a step of sharded parameters, each with the optimizer that this library has seen for it.
+
+    Those are optimizers that this library has made or changed; for other parameters two float32 moments are assumed.
+
+    Args:
+        params: parameters after ``simple_fsdp``.
+    """
+    members: dict[int, list[Any]] = defaultdict(list)
+    optimizers: dict[int, torch.optim.Optimizer | None] = {}
+    for param in params:
+        optimizer = optimizer_of(param)
+        optimizers[id(optimizer)] = optimizer
+        members[id(optimizer)].append(param)
+    return _sum([_state_of(optimizers[key], of) for key, of in members.items()])
+
+
+def _state_of(optimizer: torch.optim.Optimizer | None, params: Sequence[Any]) -> StepState:
+    """Return the state of the parameters of one optimizer."""
+    if optimizer is None:
+        return _on_shards(params)
+    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    distribution = distribution_of(optimizer)
+    owned = {id(each.param): each for each in distribution.owned} if distribution else {}
+    kind = type(optimizer)
+    found = [
+        _on_shards([param], moments_bytes=_moments(kind, group_of[id(param)]) * param.element_size())
+        for param in params
+        if id(param) not in owned
+    ]
+
+    def settings(each: Owned) -> tuple[_OfMatrix, Mapping[str, Any]]:
+        group = group_of[id(each.param)]
+        return _of_matrix(kind, group), group
+
+    if distribution is not None and (mine := [owned[id(param)] for param in params if id(param) in owned]):
+        found.append(_of_owned(mine, [exchange.owned for exchange in distribution.exchanges], settings))
+    return _sum(found)
+
+
+def _on_shards(params: Sequence[Any], **moments: Any) -> StepState:
+    return step_state([(p.simple_fsdp_info, p.dtype, p.requires_grad) for p in params], **moments)
+
+
+def _is_offloaded(param: Any) -> bool:
+    return param.simple_fsdp_info.communication.device is not None
+
+
+def _of_owned(
+    owned: Sequence[Owned],
+    exchanged: Sequence[Sequence[Owned]],
+    kind_of: Callable[[Owned], tuple[_OfMatrix, Mapping[str, Any]]],
+) -> StepState:
+    """Return the state of owned parameters and of their shards, on the rank that has most of it.
+
+    Args:
+        exchanged: groups of them that are exchanged together, in this order.
+        kind_of: what steps a parameter, and the settings of its group.
+    """
+    shards = _on_shards([each.param for each in owned], moments_bytes=0)
+    owned, *exchanged = (
+        [each for each in group if not _is_offloaded(each.param)]  # of which all is on CPU
+        for group in (owned, *exchanged)
+    )
     state_bytes: dict[int, int] = defaultdict(int)
     products: dict[int, list[float]] = defaultdict(list)
     for each in owned:
-        rank = each.layout.ranks[each.owner]
-        sides = sorted((each.param.shape[0], math.prod(each.param.shape[1:])))
-        state_bytes[rank] += kind.state_bytes(sides[0], sides[1])
-        products[rank] += kind.products(sides[0], sides[1])
+        kind, settings = kind_of(each)
+        state_bytes[each.owner_rank] += kind.state_bytes(_matrix(each), settings)
+        products[each.owner_rank] += kind.products(_matrix(each), settings)
     most = max(state_bytes.values(), default=0)
-    received = [_received(group) for group in exchange_groups(owned, EXCHANGE_BYTES)]
+    received = [_received(group) for group in exchanged]
     pairs = zip([0, *received], received, strict=False)  # two groups are under way
-    return StepState(
-        rest.parameters + shards.parameters,
-        rest.resident_bytes + shards.resident_bytes + most,
-        rest.updated_bytes + shards.updated_bytes + 2 * most,
-        gradient_bytes=rest.gradient_bytes + shards.gradient_bytes,
+    return shards._replace(
+        resident_bytes=shards.resident_bytes + most,
+        updated_bytes=shards.updated_bytes + 2 * most,
         exchange_bytes=max((sum(pair) for pair in pairs), default=0),
         products=tuple(max(products.values(), key=sum, default=[])),
     )
+
+
+def _matrix(each: Owned) -> _Matrix:
+    rows = each.param.shape[0] if each.param.ndim else 1
+    short, long = sorted((rows, math.prod(each.param.shape[1:])))
+    return _Matrix(short, long, each.param.element_size())
 
 
 def _received(group: Sequence[Owned]) -> int:
     """Return the most bytes of values and gradients that an owner receives."""
     by_rank: dict[int, int] = defaultdict(int)
     for each in group:
-        by_rank[each.layout.ranks[each.owner]] += 2 * each.whole_bytes
-    return max(by_rank.values())
+        by_rank[each.owner_rank] += 2 * each.whole_bytes
+    return max(by_rank.values(), default=0)
 
 
-def _rank(shorter: int) -> int:
-    return max(1, shorter // 4)
+def _sum(states: Sequence[StepState]) -> StepState:
+    """Return the state of several optimizers, or parts of one, which take their steps one after the other."""
+    return StepState(
+        sum(each.parameters for each in states),
+        sum(each.resident_bytes for each in states),
+        sum(each.updated_bytes for each in states),
+        sum(each.gradient_bytes for each in states),
+        max((each.exchange_bytes for each in states), default=0),
+        tuple(flops for each in states for flops in each.products),
+    )

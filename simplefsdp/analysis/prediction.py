@@ -24,7 +24,7 @@ class StepState(NamedTuple):
     parameters: int = 0
     """Number of parameters."""
     resident_bytes: int = 0
-    """Bytes of their shards and of the optimizer's state."""
+    """Bytes of their shards and of the optimizer's state, and what other graphs of the step hold."""
     updated_bytes: int = 0
     """Bytes that the optimizer reads and writes."""
     gradient_bytes: int = 0
@@ -161,7 +161,7 @@ class Prediction:
     """Seconds that both graphs take at least, under any plan."""
     peak_bytes: int
     resident_bytes: int
-    """Bytes of the peak that are shards and the optimizer's state."""
+    """Bytes of the peak that are shards, the optimizer's state, and what graphs before a graph break hold."""
 
     @property
     def step_s(self) -> float:

@@ -18,12 +18,14 @@ from torch import Tensor
 
 import inductor_passes
 from inductor_passes.collectives import GraphParameter
+from inductor_passes.runtime.agreement import held_bytes
 from inductor_passes.runtime.graph_dump import Report
 from inductor_passes.scheduling.cost_model import EquivalentGroups
 from inductor_passes.torch_compat.distributed import GROUPING_NCCL, issues_groups, issues_groups_one_by_one
 from inductor_passes.torch_compat.dynamo import compile_id
 from inductor_passes.torch_compat.inductor import get_hash_for_files, uses_cpp_wrapper
-from simplefsdp.analysis.prediction import StepState, step_state
+from simplefsdp.analysis.optimizer_costs import state_of_parameters
+from simplefsdp.analysis.prediction import StepState
 from simplefsdp.compile.options import Options, profile_of, requested
 from simplefsdp.compile.plan_step import PlanRequest, SearchRequest, reshard_decision
 from simplefsdp.frontend.sharding import ShardedModel, ShardedParameter
@@ -126,6 +128,7 @@ def compilation_context(
     prefetch = request.prefetch if isinstance(request, GroupingRequest) else None
     compiles_once = options.compile_once and not uses_cpp_wrapper(options.inductor)
     wire = _wire(params)
+    state = _step_state(models, values)
     narrow = options.wire == "auto"
     asked = (
         options.report_dir is not None,
@@ -135,6 +138,7 @@ def compilation_context(
         compiles_once,
         narrow,
         sorted(equivalent.items()),
+        state,
     )
     groups = dict.fromkeys(group.name for info in found.values() for group in info.communication.groups)
     grouping = [*map(issues_groups, groups)]
@@ -150,7 +154,7 @@ def compilation_context(
         parameters=tuple(parameters),
         common_facts=common_facts,
         groups=tuple(groups),
-        state=step_state((i, v.dtype, v.requires_grad) for i, v in zip(found.values(), values, strict=True)),
+        state=state,
         profile=profile,
         cast_in_matmuls=_casts_in_matmuls(options, device),
         casts_before_gathers=options.cast_before_gather and request is not None,
@@ -161,6 +165,20 @@ def compilation_context(
         key=key,
         report=_report(options, key, example_inputs, nodes),
     )
+
+
+def _step_state(models: Sequence[ShardedModel], values: Sequence[Any]) -> StepState:
+    """Return the state of a step for a graph with these parameters: memory of their models, and work of their own.
+
+    Memory is also what other graphs of the step hold for their backward, and gradients that this has made by then.
+    """
+    if not models:
+        return StepState()
+    state = state_of_parameters(values)
+    own = {id(value) for value in values}
+    others = state_of_parameters(p for model in models for p in model.live_parameters() if id(p) not in own)
+    besides = others.resident_bytes + others.gradient_bytes + held_bytes()
+    return state._replace(resident_bytes=state.resident_bytes + besides)
 
 
 def _wire(params: Mapping[int, GraphParameter]) -> tuple[WireFormats, ...]:

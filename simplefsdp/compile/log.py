@@ -15,5 +15,7 @@ class CompilationLog:
     """Reasons why the compiled graphs are worse than planned, one sentence each."""
     is_inference: bool = False
     """Whether the one graph has no backward."""
+    held_bytes: int = 0
+    """Bytes that the forward graph leaves in memory for its backward, as predicted."""
     progress: Progress = field(default_factory=Progress)
     """The stages of the compilation, and how long each took."""

@@ -51,8 +51,9 @@ class Options:
     what is built in for H100s and H200s; without any ``"auto"`` is ``"block"``. Or ``manual_plan([...])``, a
     ``BucketPlan``, or the path of one's JSON, which ends in ``.json``."""
     memory_budget: int | str | None = None
-    """Bytes, or as ``"60GiB"``, for a step's peak: parameters, gradients, two moments of an optimizer in float32, and
-    what the graphs hold. The peak is predicted to stay 3 % below. ``None``: a GPU's memory less 8 %, elsewhere no
+    """Bytes, or as ``"60GiB"``, for a step's peak: parameters, gradients, the optimizer's state, and what the graphs
+    hold. The state is that of optimizers that this library has made or changed before the first forward, and of others
+    two moments in float32. The peak is predicted to stay 3 % below. ``None``: a GPU's memory less 8 %, elsewhere no
     limit."""
     profile: HardwareProfile | str | Path | None = None
     """A profile of the device and the network, the path of its JSON, or the name of a built-in one

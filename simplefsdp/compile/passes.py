@@ -180,6 +180,7 @@ class Passes:
         kind = "inference" if self.notes.is_inference else direction
         facts = (f"graph: {kind}", *self.given.common_facts)
         record = record_graph(direction, facts, self.given.groups, filter(is_step, graph.nodes))
+        record = replace(record, held_bytes=self.notes.held_bytes)
         if direction == "forward":
             record = replace(record, summary=self.notes.summaries[-1], warnings=tuple(self.notes.warnings))
         if not add_record(graph, record, self.given.report):
@@ -279,6 +280,7 @@ class Passes:
         predicted = ""
         if prediction is not None and costs is not None:
             trace_artifact("simplefsdp_prediction", prediction.to_json)
+            self.notes.held_bytes = 0 if self.notes.is_inference else replayed[0].memory[-1]
             predicted = f", predicted to take {prediction}"
             log.debug("plan %s is predicted to take %s", plan.hash, prediction)
             for name, text in prediction_files(prediction, costs, replayed).items() if self.given.report else ():

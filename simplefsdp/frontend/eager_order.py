@@ -31,7 +31,13 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inductor_passes.runtime import stall_watch
-from inductor_passes.runtime.agreement import agreed_stores, first_difference, history, known_conflict
+from inductor_passes.runtime.agreement import (
+    agreed_stores,
+    first_difference,
+    forget_held_bytes,
+    history,
+    known_conflict,
+)
 from inductor_passes.runtime.history import History
 from inductor_passes.torch_compat.autograd import in_backward
 from inductor_passes.torch_compat.distributed import group_ranks, group_timeout_s, is_single_process_group
@@ -126,6 +132,7 @@ def compare_before_steps() -> None:
         if not torch.compiler.is_compiling() and not in_backward() and (groups := _groups_of(optimizer)):
             for group in groups:
                 history(group).add("a step of an optimizer")
+            forget_held_bytes()
             compare_order()
 
     register_optimizer_step_pre_hook(before)

@@ -15,6 +15,7 @@ Calls are counted per thread (see eager_resharding.py).
 import copy
 import functools
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,6 +178,7 @@ def attach(module: nn.Module) -> None:
     for name, info in state.params.items():
         if isinstance(param := module._parameters.get(name), DTensor):
             param.simple_fsdp_info = info
+            info.model.holders[info.fqn] = weakref.ref(module), name
             local = param._local_tensor
             if info.communication.pinned and not (local.is_meta or local.is_pinned()):
                 param._local_tensor = local.pin_memory()

@@ -15,6 +15,7 @@ casts, reductions and divisions is FSDP2's (``foreach_all_gather`` and ``foreach
 
 import functools
 import math
+import weakref
 from ast import literal_eval
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -134,6 +135,14 @@ class ShardedModel:
     """FQN and whole shape of each parameter, in registration order."""
     uncompared: dict[str, "Uncompared"] = field(default_factory=dict)
     """Facts about each parameter, by FQN; empty once the ranks have compared them."""
+    holders: dict[str, tuple[weakref.ref[nn.Module], str]] = field(default_factory=dict)
+    """A module that holds the parameter, and the name that the parameter has there, by FQN."""
+
+    def live_parameters(self) -> list[Any]:
+        """Return the sharded parameters that the model's modules hold."""
+        held = [(module(), name) for module, name in self.holders.values()]
+        params = (module._parameters.get(name) for module, name in held if module is not None)
+        return [param for param in params if param is not None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,8 @@ import pytest
 from simplefsdp.null_gpu.log import Collective, Event, Kernel, Matmul, Wait
 from tests.null_gpu.steps import FLAT_CASES, LLAMA, Step, run_step
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in FLAT_CASES])
 def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Step, Step]:

@@ -5,6 +5,8 @@ import pytest
 from simplefsdp.null_gpu.log import DEFAULT_STREAM, Collective, Communication, Event, communications, host_waits
 from tests.null_gpu.steps import LOOKUP_CASES, SEQ, Step, run_step
 
+pytestmark = pytest.mark.slow
+
 WEIGHT = "tok_embeddings.weight"
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,30 @@ def test_encoding_takes_what_its_bytes_take_and_what_travels_is_less(
         len(gathered_encoded),
         reduced,
     ]
+
+
+@pytest.mark.subprocess
+def test_the_benchmark_of_a_gpu_puts_what_is_simulated_beside_what_is_measured(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "smoke", "--layers", "1", "--steps", "2", "--out", str(tmp_path)]
+    command += ["--simulate", "h100", "--embedding-lookup", "exchange", "--systems"]
+    subprocess.run([*command, "fsdp2,block"], check=True)
+    page = (tmp_path / "gpu-smoke.md").read_text()
+    assert "simulated: a null GPU (NVIDIA H100 80GB HBM3), torch " in page
+    measured, simulated = (page.count(row) for row in ("| 1 | fsdp2 |", "| 1 | block, exchange |"))
+    assert (measured, simulated) == (2, 2)
+    (runs,) = json.loads((tmp_path / "gpu-smoke.json").read_text())["runs"].values()
+    for run in runs:
+        row = next(line for line in page.splitlines()[::-1] if f"| {run['system']} |" in line)
+        times = [1e3 * run["simulated"]["step_s"], 1e3 * run["step_s"]]
+        assert row.split("|")[3:6] == [f" {each:.1f} " for each in times] + [f" {times[0] / times[1]:.3f}x "]
+        del run["simulated"]
+    # Rows that were measured on another day, without a simulation, are as good.
+    (tmp_path / "gpu-smoke.json").write_text(json.dumps({"heading": "of another day", "runs": {"1": runs[1:]}}))
+    subprocess.run([*command, "none of them", "--measured"], check=True)
+    again = (tmp_path / "gpu-smoke.md").read_text()
+    assert again.startswith("of another day")
+    assert again.splitlines()[-1].startswith("| 1 | block, exchange |")
+    assert "fsdp2" not in again
 
 
 def test_communicators_have_the_ranks_of_their_groups() -> None:

@@ -11,6 +11,8 @@ from simplefsdp.null_gpu.log import DEFAULT_STREAM, Communication, Event, Kernel
 from simplefsdp.plan.bucket_plan import Bucket
 from tests.null_gpu.steps import WIRE_CASES, Step, run_step
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in WIRE_CASES])
 def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Step:

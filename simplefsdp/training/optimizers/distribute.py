@@ -10,7 +10,6 @@ owners, and the last one on its way back.
 
 import gc
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from inductor_passes.runtime.agreement import Subject, compare
 from inductor_passes.torch_compat.checkpoint import options_of_full_state
+from simplefsdp.training.optimizers.claims import claim, optimizer_of
 from simplefsdp.training.optimizers.exchange import Exchange
 from simplefsdp.training.optimizers.low_rank import GaLore
 from simplefsdp.training.optimizers.newton_schulz import Muon
@@ -119,7 +118,7 @@ def _check_options(optimizer: Any, on: Any, exchange_bytes: Any, whole_model: An
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
     if (reason := REFUSED.get(type(optimizer))) is not None:
         raise TypeError(f"optimizer: {type(optimizer).__name__} cannot be distributed, {reason}")
-    if isinstance(vars(optimizer).get("simple_fsdp_distribution"), Distribution):
+    if distribution_of(optimizer) is not None:
         raise ValueError("optimizer: it is distributed already")
     if on not in ("auto", "shards", "owners"):
         raise ValueError(f"on: expected 'auto', 'shards' or 'owners', found {on!r}")
@@ -131,10 +130,6 @@ def _check_options(optimizer: Any, on: Any, exchange_bytes: Any, whole_model: An
         raise TypeError(f"whole_model: expected True or False, found {whole_model!r}")
     if whole_model and on == "shards":
         raise ValueError("whole_model: a whole model has an owner, but on='shards'")
-
-
-_optimizer_of: Any = WeakTensorKeyDictionary()
-"""The distributed optimizer of each parameter that has one, as a weak reference."""
 
 
 @dataclass(eq=False)
@@ -193,8 +188,7 @@ class Distribution:
             self.exchanges += [Exchange(each) for each in together]
             self.owned += dealt
         self._dealt = params
-        for param in params:
-            _optimizer_of[param] = weakref.ref(self.optimizer)
+        claim(params, self.optimizer)
         self._state_is_placed = False
 
     def step(self) -> None:
@@ -324,6 +318,12 @@ class Distribution:
         return [on_shard(param) for param in params if id(param) not in owned]
 
 
+def distribution_of(optimizer: torch.optim.Optimizer | None) -> Distribution | None:
+    """Return how an optimizer is distributed, if it is."""
+    found = getattr(optimizer, "simple_fsdp_distribution", None)
+    return found if isinstance(found, Distribution) else None
+
+
 def _known_way(kind: type, group: dict[str, Any]) -> Way | None:
     if kind in (Muon, GaLore):
         return "shards" if group["algorithm"] == "adamw" else "owners"
@@ -339,10 +339,15 @@ def _fetch(rounds: Iterator[list[Exchange]]) -> list[Exchange]:
 
 def _check_claims(params: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
     """Raise if a parameter has another distributed optimizer that is in use."""
+
+    def other_of(param: Tensor) -> torch.optim.Optimizer | None:
+        other = optimizer_of(param)
+        return other if other is not optimizer and distribution_of(other) is not None else None
+
     for param in params:
-        if (other := _optimizer_of.get(param)) is not None and other() not in (None, optimizer):
+        if other_of(param) is not None:
             gc.collect()  # an optimizer is part of a circle
-            if other() is not None:
+            if (other := other_of(param)) is not None:
                 raise ValueError(
-                    f"optimizer: {name_of(param)} belongs to another distributed optimizer ({type(other()).__name__})"
+                    f"optimizer: {name_of(param)} belongs to another distributed optimizer ({type(other).__name__})"
                 )

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 Moments = Literal["full", "factored", "8bit"]
 """How an optimizer keeps moments; see ``GaLore``."""
 
-_BLOCK = 256
+BLOCK = 256
 """Values that have one scale in 8 bits, as in the paper's source."""
 
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
@@ -74,14 +74,14 @@ def _encoded(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     Scales have the dtype of the values, as ``Optimizer.load_state_dict`` would give them that one.
     """
     flat = values.float().flatten()
-    scaled, scale = _torchao().scale_tensor(pad(flat, (0, -flat.numel() % _BLOCK)), _BLOCK)
+    scaled, scale = _torchao().scale_tensor(pad(flat, (0, -flat.numel() % BLOCK)), BLOCK)
     codes = _torchao().quantize_8bit_with_qmap(scaled, _map(signed, values.device))
     return codes[: flat.numel()].view(values.shape), scale.to(values.dtype)
 
 
 def _decoded(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
     flat = codes.flatten().int()  # load_state_dict makes floats of them
-    padded = pad(flat, (0, -flat.numel() % _BLOCK))
+    padded = pad(flat, (0, -flat.numel() % BLOCK))
     values: Tensor = _torchao().dequant_with_qmap(padded, _map(signed, codes.device), scale.float())
     return values[: flat.numel()].view(codes.shape)
 

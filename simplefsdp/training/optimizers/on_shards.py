@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from simplefsdp.training.optimizers.claims import claim
 from simplefsdp.training.optimizers.closure import loss_of
 from simplefsdp.training.optimizers.substitutes import on_shard, substitution
 
@@ -50,6 +51,7 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
             f"optimizer: expected one of {names}, found {type(optimizer).__name__}; distribute_optimizer() takes others"
         )
     replace_step(optimizer, _step)
+    claim((param for group in optimizer.param_groups for param in group["params"]), optimizer)
     return optimizer
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from inductor_passes.torch_compat.dtensor import local_tensor
+from simplefsdp.training.optimizers.claims import claim
 from simplefsdp.training.optimizers.closure import loss_of
 from simplefsdp.training.optimizers.exchange import local_gradient, mesh_device, process_group
 from simplefsdp.training.optimizers.ownership import layout, name_of
@@ -91,6 +92,7 @@ class Ranger21(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
         sharded = [param for group in self.param_groups for param in group["params"] if isinstance(param, DTensor)]
+        claim(sharded, self)
         # Beside tensor-parallel parameters there are some that only one row of their mesh is sharded over.
         self._widest = max(sharded, key=lambda param: len(layout(param).ranks), default=None)
         for param in sharded:

@@ -150,6 +150,15 @@ def test_a_gradient_that_is_cast_takes_its_own_bytes_until_its_reduction_is_issu
     assert replay(elsewhere, Schedule((), (ScheduledBucket((0, 1, 2), 3, 3),))).memory == (4, 4, 4, 30 + 3)
 
 
+def test_an_all_reduce_works_in_the_memory_of_the_gradient_or_of_the_copy_of_several() -> None:
+    graph = backward()
+    graph = graph._replace(reductions=tuple(each._replace(result=each.nbytes) for each in graph.reductions))
+    alone = Schedule((), (ScheduledBucket((0,), 1, 2), ScheduledBucket((1,), 2, 3), ScheduledBucket((2,), 3, 3)))
+    assert replay(graph, alone).memory == (10, 20, 30, 30)
+    together = Schedule((), (ScheduledBucket((0, 1, 2), 3, 3),))
+    assert replay(graph, together).memory == (10, 20, 30, 30 + 30)
+
+
 def test_an_all_reduce_follows_where_the_schedule_says() -> None:
     kind = SLOW._replace(all_reduce_after=CollectiveKind("replicas", alpha_s=0.5, s_per_byte=0.05))
     graph = backward(kind)

@@ -309,6 +309,17 @@ def test_every_exchange_but_the_first_is_begun_before_the_step_that_it_hides_und
     assert seen == ["exchange", *forth_and_back, *forth_and_back, "step", "exchange"]
 
 
+def test_a_model_whose_optimizer_is_distributed_can_be_converted() -> None:
+    with fake_group(4):
+        model = simple_fsdp(nn.Linear(8, 8))
+        optimizer = distribute_optimizer(optim.AdamW(model.parameters()))
+        model.double()
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert all(state["exp_avg"].dtype == torch.float64 for state in optimizer.state.values())
+
+
 def test_a_step_that_fails_on_one_rank_leaves_the_others_waiting_for_nothing(two_ranks: Ranks) -> None:
     two_ranks.run(_failing)
 
