@@ -210,7 +210,6 @@ def test_the_table_of_the_readme_is_part_of_that_of_overlap():
         '`plan="auto"`': "auto",
         '`plan="auto"`, `reshard_after_forward="auto"`': "auto-kept",
         '`plan="none"` (TorchInductor alone)': "none",
-        "torchtitan's frontend (keeps weights until backward)": "torchtitan",
         "FSDP2": "fsdp2",
         "FSDP2, blocks compiled": "fsdp2-compile",
     }
