@@ -1,7 +1,7 @@
 """One rank of a GPU cluster on one GPU: a scenario under several systems, each through ``simplefsdp rehearse``.
 
     benchmarks/gpu.sh 8b-64            # or python -m benchmarks.gpu 8b-64
-    benchmarks/gpu.sh 8b-64 --simulate h100
+    benchmarks/gpu.sh 8b-64 --simulate
     benchmarks/gpu.sh 8b-64 --simulate h100 --measured
 
 bf16 compute, fp32 reductions and master weights, fused AdamW, one sequence a step, the loss compiled alike in all
@@ -214,13 +214,18 @@ def main() -> None:
     parser.add_argument("--turn", help="a lock, to run several of these commands at once; as in simplefsdp rehearse")
     parser.add_argument("--trace", help="a folder for the profiler's records; as in simplefsdp rehearse")
     parser.add_argument("--multiprocessors", type=int, default=16, help="that a collective keeps busy")
-    parser.add_argument("--simulate", metavar="DEVICE", help="simulate each row too, as simplefsdp rehearse --simulate")
+    parser.add_argument(
+        "--simulate", metavar="DEVICE", nargs="?", const="", help="simulate each row too (default: the device here)"
+    )
     parser.add_argument("--measured", action="store_true", help="take measured rows from the results that are there")
     default = os.environ.get("OUT", str(Path(__file__).parent / "results"))
     parser.add_argument("--out", type=Path, default=Path(default))
     args = parser.parse_args()
     if args.measured and args.simulate is None:
         parser.error("--measured: needs --simulate, or there is nothing to add")
+    if args.simulate == "":
+        here = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+        args.simulate = next((name for name, device in DEVICES.items() if device.name == here), here)
     if args.simulate is not None and args.simulate not in DEVICES:
         parser.error(f"--simulate: expected one of {', '.join(DEVICES)}, found {args.simulate!r}")
     scenario = SCENARIOS[args.scenario]

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -101,9 +102,10 @@ def test_encoding_takes_what_its_bytes_take_and_what_travels_is_less(
 
 @pytest.mark.subprocess
 def test_the_benchmark_of_a_gpu_puts_what_is_simulated_beside_what_is_measured(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "smoke", "--layers", "1", "--steps", "2", "--out", str(tmp_path)]
-    command += ["--simulate", "h100", "--embedding-lookup", "exchange", "--systems"]
-    subprocess.run([*command, "fsdp2,block"], check=True)
+    environment = os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable}
+    command = ["benchmarks/gpu.sh", "smoke", "--layers", "1", "--steps", "2", "--simulate"]
+    command += ["--embedding-lookup", "exchange", "--systems"]
+    subprocess.run([*command, "fsdp2,block"], check=True, env=environment)
     page = (tmp_path / "gpu-smoke.md").read_text()
     assert "simulated: a null GPU (NVIDIA H100 80GB HBM3), torch " in page
     measured, simulated = (page.count(row) for row in ("| 1 | fsdp2 |", "| 1 | block, exchange |"))
@@ -116,7 +118,7 @@ def test_the_benchmark_of_a_gpu_puts_what_is_simulated_beside_what_is_measured(t
         del run["simulated"]
     # Rows that were measured on another day, without a simulation, are as good.
     (tmp_path / "gpu-smoke.json").write_text(json.dumps({"heading": "of another day", "runs": {"1": runs[1:]}}))
-    subprocess.run([*command, "none of them", "--measured"], check=True)
+    subprocess.run([*command, "none of them", "--measured"], check=True, env=environment)
     again = (tmp_path / "gpu-smoke.md").read_text()
     assert again.startswith("of another day")
     assert again.splitlines()[-1].startswith("| 1 | block, exchange |")
