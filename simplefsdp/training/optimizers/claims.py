@@ -13,13 +13,23 @@ import torch
 from torch import Tensor
 
 
+class _Claim:
+    """A note of an optimizer on a parameter; copied or pickled with the parameter's attributes, it becomes ``None``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = weakref.ref(optimizer)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 def claim(params: Iterable[Any], optimizer: torch.optim.Optimizer) -> None:
     """Note that ``optimizer`` steps these parameters; the last one that says so counts."""
     for param in params:
-        param.simple_fsdp_optimizer = weakref.ref(optimizer)
+        param.simple_fsdp_claim = _Claim(optimizer)
 
 
 def optimizer_of(param: Tensor) -> torch.optim.Optimizer | None:
     """Return the optimizer that was noted for a parameter, while it is in use."""
-    found: weakref.ref[torch.optim.Optimizer] | None = getattr(param, "simple_fsdp_optimizer", None)
-    return None if found is None else found()
+    found: _Claim | None = getattr(param, "simple_fsdp_claim", None)
+    return None if found is None else found.optimizer()

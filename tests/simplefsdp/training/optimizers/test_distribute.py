@@ -1,5 +1,6 @@
 """An optimizer on sharded parameters does what it does in one process, to the bit."""
 
+import copy
 import functools
 import logging
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from inductor_passes.runtime.agreement import forget_failures
 from inductor_passes.torch_compat.dtensor import dtensor
 from simplefsdp import Ranger21, clip_grad_norm_, distribute_optimizer, simple_fsdp
 from simplefsdp.frontend.sharding import part_of
+from simplefsdp.training.optimizers.claims import optimizer_of
 from tests.compare import whole
 from tests.ranks import Ranks, fake_group
 
@@ -318,6 +320,16 @@ def test_a_model_whose_optimizer_is_distributed_can_be_converted() -> None:
             param.grad = torch.ones_like(param)
         optimizer.step()
         assert all(state["exp_avg"].dtype == torch.float64 for state in optimizer.state.values())
+
+
+def test_a_copy_of_a_model_may_have_an_optimizer_of_its_own() -> None:
+    with fake_group(4):
+        model = simple_fsdp(nn.Linear(8, 8))
+        optimizer = distribute_optimizer(optim.AdamW(model.parameters()))
+        twin = copy.deepcopy(model)
+        assert [optimizer_of(each.weight) for each in (model, twin)] == [optimizer, None]
+        of_twin = distribute_optimizer(optim.AdamW(twin.parameters()))
+        assert [optimizer_of(each.weight) for each in (model, twin)] == [optimizer, of_twin]
 
 
 def test_a_step_that_fails_on_one_rank_leaves_the_others_waiting_for_nothing(two_ranks: Ranks) -> None:
