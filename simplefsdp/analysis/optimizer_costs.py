@@ -1,5 +1,6 @@
 """Memory and work of an optimizer's step, by its name or as it is; the model is sharded, and may be on ``meta``."""
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,31 +18,40 @@ from simplefsdp.training.optimizers.moments import BLOCK
 from simplefsdp.training.optimizers.newton_schulz import Muon
 from simplefsdp.training.optimizers.ownership import Owned, cost, deal, exchange_groups, lanes, layout
 from simplefsdp.training.optimizers.ranger21 import Ranger21
+from simplefsdp.training.optimizers.state_size import state_bytes
 
 OPTIMIZERS = ("adamw", "sgd", "muon", "galore", "galore-8bit", "galore-factored")
 """Names of optimizers: ``sgd`` without momentum, ``galore`` at a quarter of the shorter side, as in its paper."""
 
-_MOMENTS: Mapping[type, Callable[[Mapping[str, Any]], int]] = {
-    torch.optim.ASGD: lambda _: 1,
-    torch.optim.Adagrad: lambda _: 1,
-    torch.optim.SGD: lambda group: int(group["momentum"] != 0),
-    torch.optim.RMSprop: lambda group: 1 + int(group["momentum"] != 0) + int(group["centered"]),
-    torch.optim.Adam: lambda group: 2 + int(group["amsgrad"]),
-    torch.optim.AdamW: lambda group: 2 + int(group["amsgrad"]),
-    Ranger21: lambda _: 5,
-}
-"""Tensors of a parameter's shape that an optimizer of single values keeps, by the settings of a group."""
-
+_RANGER21_MOMENTS = 5
+"""Tensors of a parameter's shape that ``Ranger21`` keeps."""
 _ITERATIONS = 5
 """Newton-Schulz iterations of Muon."""
+_SAMPLE = (64, 48)
+"""Shape of a shard whose state is measured."""
 
 
 class _Matrix(NamedTuple):
-    """A matrix that an owner steps: its shorter and its longer side, and the bytes of one of its values."""
+    """A parameter that an owner steps, as a matrix of its first dim and all others."""
 
-    short: int
-    long: int
-    itemsize: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def short(self) -> int:
+        return min(self._sides)
+
+    @property
+    def long(self) -> int:
+        return max(self._sides)
+
+    @property
+    def _sides(self) -> tuple[int, int]:
+        return (self.shape[0] if self.shape else 1), math.prod(self.shape[1:])
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
 
 
 class _OfMatrix(NamedTuple):
@@ -80,21 +90,8 @@ _OF_MATRIX: Mapping[type, _OfMatrix] = {
     Muon: _OfMatrix(_state_of_muon, _products_of_muon),
     torch.optim.Muon: _OfMatrix(_state_of_muon, _products_of_muon),
     GaLore: _OfMatrix(_state_of_galore, _products_of_galore),
-    torch.optim.Adafactor: _OfMatrix(lambda of, _: of.itemsize * (of.short + of.long)),
 }
-
-
-def _of_matrix(optimizer: type, group: Mapping[str, Any]) -> _OfMatrix:
-    """Return what is known of an optimizer of whole parameters; two moments where nothing is."""
-    if optimizer in _OF_MATRIX and group.get("algorithm") != "adamw":
-        return _OF_MATRIX[optimizer]
-    moments = _moments(optimizer, group)
-    return _OfMatrix(lambda of, _: moments * of.itemsize * of.short * of.long)
-
-
-def _moments(optimizer: type, group: Mapping[str, Any]) -> int:
-    """Return how many tensors of a parameter's shape an optimizer of single values keeps."""
-    return _MOMENTS[optimizer](group) if optimizer in _MOMENTS else 2
+"""Optimizers whose products of matrices are known."""
 
 
 def optimizer_state(model: nn.Module, optimizer: str) -> StepState:
@@ -144,22 +141,30 @@ def _state_of(optimizer: torch.optim.Optimizer | None, params: Sequence[Any]) ->
     """Return the state of the parameters of one optimizer."""
     if optimizer is None:
         return _on_shards(params)
-    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    group_of = {id(param): i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
     distribution = distribution_of(optimizer)
     owned = {id(each.param): each for each in distribution.owned} if distribution else {}
-    kind = type(optimizer)
-    found = [
-        _on_shards([param], moments_bytes=_moments(kind, group_of[id(param)]) * param.element_size())
-        for param in params
-        if id(param) not in owned
-    ]
 
-    def settings(each: Owned) -> tuple[_OfMatrix, Mapping[str, Any]]:
+    @functools.cache
+    def measured(group: int, of: _Matrix) -> int:
+        return state_bytes(optimizer, group, of.shape, of.dtype)
+
+    def moments_bytes(param: Any) -> int:
+        if isinstance(optimizer, Ranger21):
+            return _RANGER21_MOMENTS * param.element_size()
+        sample = _Matrix(_SAMPLE, param.dtype)  # what an optimizer does to a shard, it does to each of its values
+        return measured(group_of[id(param)], sample) // math.prod(_SAMPLE)
+
+    def owned_costs(each: Owned) -> tuple[_OfMatrix, Mapping[str, Any]]:
         group = group_of[id(each.param)]
-        return _of_matrix(kind, group), group
+        settings = optimizer.param_groups[group]
+        if type(optimizer) in _OF_MATRIX and settings.get("algorithm") != "adamw":
+            return _OF_MATRIX[type(optimizer)], settings
+        return _OfMatrix(lambda of, _: measured(group, of)), settings
 
+    found = [_on_shards([p], moments_bytes=moments_bytes(p)) for p in params if id(p) not in owned]
     if distribution is not None and (mine := [owned[id(param)] for param in params if id(param) in owned]):
-        found.append(_of_owned(mine, [exchange.owned for exchange in distribution.exchanges], settings))
+        found.append(_of_owned(mine, [exchange.owned for exchange in distribution.exchanges], owned_costs))
     return _sum(found)
 
 
@@ -205,9 +210,7 @@ def _of_owned(
 
 
 def _matrix(each: Owned) -> _Matrix:
-    rows = each.param.shape[0] if each.param.ndim else 1
-    short, long = sorted((rows, math.prod(each.param.shape[1:])))
-    return _Matrix(short, long, each.param.element_size())
+    return _Matrix(tuple(each.param.shape), each.param.dtype)
 
 
 def _received(group: Sequence[Owned]) -> int:

@@ -116,18 +116,23 @@ class _Trial:
 
     def copy(self) -> torch.optim.Optimizer:
         """Return a copy of the optimizer, with the settings of one of its groups and nothing to step."""
-        made = object.__new__(type(self._optimizer))
-        no_params = {id(param): torch.empty(0) for group in self._optimizer.param_groups for param in group["params"]}
-        settings = {key: value for key, value in self._optimizer.param_groups[self._group].items() if key != "params"}
-        left_out = {"state", "param_groups", "step", "simple_fsdp_distribution"}
-        mine = {key: value for key, value in vars(self._optimizer).items() if key not in left_out}
-        made.__dict__.update(copy.deepcopy(mine, no_params))
-        made.state = defaultdict(dict)
-        made.param_groups = [{"params": [], **copy.deepcopy(settings, no_params)}]
-        lr = made.param_groups[0].get("lr")
-        if isinstance(lr, int | float) and lr == 0:  # a warm-up begins here
-            made.param_groups[0]["lr"] = 0.01
-        return made
+        return fresh_copy(self._optimizer, self._group)
+
+
+def fresh_copy(optimizer: torch.optim.Optimizer, group: int) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer, with the settings of one of its groups and nothing to step."""
+    made = object.__new__(type(optimizer))
+    no_params = {id(param): torch.empty(0) for each in optimizer.param_groups for param in each["params"]}
+    settings = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}
+    left_out = {"state", "param_groups", "step", "simple_fsdp_distribution"}
+    mine = {key: value for key, value in vars(optimizer).items() if key not in left_out}
+    made.__dict__.update(copy.deepcopy(mine, no_params))
+    made.state = defaultdict(dict)
+    made.param_groups = [{"params": [], **copy.deepcopy(settings, no_params)}]
+    lr = made.param_groups[0].get("lr")
+    if isinstance(lr, int | float) and lr == 0:  # a warm-up begins here
+        made.param_groups[0]["lr"] = 0.01
+    return made
 
 
 Take = Callable[[list[Tensor], list[Tensor]], list[Tensor]]

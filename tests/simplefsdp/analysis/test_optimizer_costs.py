@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import pytorch_optimizer
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from simplefsdp import Ranger21, distribute_optimizer, galore, muon, simple_fsdp, step_on_shards
 from simplefsdp.analysis.optimizer_costs import OPTIMIZERS, optimizer_state, state_of_parameters
@@ -36,6 +38,8 @@ SEEN: dict[str, Callable[[Any], Any]] = {
     "RMSprop": lambda model: step_on_shards(torch.optim.RMSprop(model.parameters(), momentum=0.9, centered=True)),
     "Ranger21": lambda model: Ranger21(model.parameters(), iterations=10),
     "Adafactor": lambda model: distribute_optimizer(torch.optim.Adafactor(model.parameters())),
+    "Adan": lambda model: distribute_optimizer(pytorch_optimizer.Adan(model.parameters())),
+    "SOAP": lambda model: distribute_optimizer(pytorch_optimizer.SOAP(model.parameters())),
     "Muon": muon,
     "GaLore": lambda model: galore(model, rank=8),
     "GaLore, 8bit": lambda model: galore(model, rank=8, moments="8bit"),
@@ -51,7 +55,8 @@ def states_bytes(optimizer: torch.optim.Optimizer) -> int:
     values = [
         value for of in optimizer.state.values() for name, value in of.items() if name not in ("step", "eta", "mu")
     ]
-    return sum((value._local_tensor if isinstance(value, DTensor) else value).nbytes for value in values)
+    tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    return sum((value._local_tensor if isinstance(value, DTensor) else value).nbytes for value in tensors)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
