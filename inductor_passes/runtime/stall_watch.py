@@ -18,6 +18,7 @@ rank that waits inside of a collective cannot be made to raise (``ProcessGroupGl
 raises when a peer ends, or at the timeout.
 """
 
+import atexit
 import hashlib
 import json
 import logging
@@ -48,6 +49,8 @@ _CONFLICT_S = 2.0
 """Seconds without anything new after which a rank compares its history with another one."""
 _INTERVAL_S = 0.5
 """Seconds between two looks."""
+_ENDING_S = 5.0
+"""Seconds that a process which ends waits for its watch to come back from the store."""
 _TELLING_S = 3.0
 """Seconds that a rank which knows of a conflict waits for the others to know: the store may live here."""
 
@@ -67,6 +70,8 @@ class _Progress:
 
     position = _Position(0, "nothing")
     is_watched = False
+    is_over = threading.Event()
+    """Set when the process ends."""
 
 
 _progress = _Progress()
@@ -84,7 +89,15 @@ def start() -> None:
     """Begin to watch, in a thread that ends with the process; a second call does nothing."""
     if not _progress.is_watched:
         _progress.is_watched = True
-        threading.Thread(target=_watch, name="simplefsdp stall watch", daemon=True).start()
+        thread = threading.Thread(target=_watch, name="simplefsdp stall watch", daemon=True)
+        thread.start()
+        atexit.register(_end, thread)
+
+
+def _end(thread: threading.Thread) -> None:
+    """End the watch before the interpreter: a thread that comes back from the store after that aborts the process."""
+    _progress.is_over.set()
+    thread.join(_ENDING_S)
 
 
 def _watch() -> None:
@@ -92,8 +105,7 @@ def _watch() -> None:
     since, is_told = time.monotonic(), False
     comparisons: dict[str, _Comparison] = {}
     next_comparison_s = _CONFLICT_S
-    while True:
-        time.sleep(_INTERVAL_S)
+    while not _progress.is_over.wait(_INTERVAL_S):
         position, now = _progress.position, time.monotonic()
         try:
             # A graph is noted before its ranks meet, and is the position of this rank once they have.

@@ -3,6 +3,8 @@
 import logging
 import math
 import re
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -108,3 +110,24 @@ def test_ranks_that_issue_different_things_are_told_which(
     else:
         assert all("'reduction of the gradient of 1.weight'" in text for text in texts)
     assert any("have issued different things" in raised for _, raised in told), "a rank that waits at the store raises"
+
+
+ENDS_IN_THE_STORE = """
+import time
+import torch.distributed as dist
+from inductor_passes.runtime import stall_watch
+
+store = dist.TCPStore("localhost", 0, 1, is_master=True)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+stall_watch._INTERVAL_S = 0.0
+stall_watch.histories = lambda: [store.check(["nothing"]) for _ in range(200)] and {}
+stall_watch.start()
+time.sleep(0.3)
+"""
+"""A script whose watch is in a request to the store when the process ends, or just about to begin one."""
+
+
+@pytest.mark.subprocess
+def test_a_process_whose_watch_reads_the_store_ends_well() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS_IN_THE_STORE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
