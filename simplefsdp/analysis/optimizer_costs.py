@@ -192,13 +192,13 @@ def _of_owned(
         [each for each in group if not _is_offloaded(each.param)]  # of which all is on CPU
         for group in (owned, *exchanged)
     )
-    state_bytes: dict[int, int] = defaultdict(int)
+    by_rank: dict[int, int] = defaultdict(int)
     products: dict[int, list[float]] = defaultdict(list)
     for each in owned:
         kind, settings = kind_of(each)
-        state_bytes[each.owner_rank] += kind.state_bytes(_matrix(each), settings)
+        by_rank[each.owner_rank] += kind.state_bytes(_matrix(each), settings)
         products[each.owner_rank] += kind.products(_matrix(each), settings)
-    most = max(state_bytes.values(), default=0)
+    most = max(by_rank.values(), default=0)
     received = [_received(group) for group in exchanged]
     pairs = zip([0, *received], received, strict=False)  # two groups are under way
     return shards._replace(
