@@ -6,8 +6,10 @@ PYTHON ?= python3
 VENV ?= .venv$(if $(filter-out $(PINNED),$(TORCH)),-torch$(TORCH))
 CUDA_TORCH = 2.15.0
 RANKS ?= 2
-# The tests of one file run in one process, which starts its ranks once.
-PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile
+# The tests of one file run in one process, which starts its ranks once. When a process dies, the tests end: pytest-xdist
+# would wait for ever for some of those that the process still had to run.
+XDIST = -n 2 --max-worker-restart 0
+PYTEST = $(VENV)/bin/python -m pytest $(XDIST) --dist loadfile
 ARGS ?=
 INSTALLED = $(VENV)/.installed
 
@@ -28,7 +30,7 @@ test-gpu-structure:
 
 gpu-structure: $(INSTALLED)
 	TRITON_CACHE_DIR=$(abspath $(VENV))/triton TORCHINDUCTOR_CACHE_DIR=$(abspath $(VENV))/inductor \
-	$(VENV)/bin/python -m simplefsdp.null_gpu -m pytest tests/null_gpu -n 2 --dist loadgroup $(ARGS)
+	$(VENV)/bin/python -m simplefsdp.null_gpu -m pytest tests/null_gpu $(XDIST) --dist loadgroup $(ARGS)
 
 # The campaigns of RELIABILITY.md: two hours. ARGS="death --runs 10" runs a part of one.
 soak: $(INSTALLED)

@@ -7,7 +7,7 @@
        THREAD CPU_NS UNIX_NS KIND<tab>field=value<tab>...
 
    THREAD is the kernel's thread id, CPU_NS the CPU time of that thread and UNIX_NS the time of day, in nanoseconds.
-   log.py has the kinds and their fields. The macros NULL_GPU_NAME ... NULL_GPU_L2 describe the device; start.py defines them. */
+   log.py has the kinds and their fields. The macros NULL_GPU_NAME ... NULL_GPU_L2 describe the device; launch.py defines them. */
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -215,9 +215,10 @@ E cudaPointerGetAttributes(struct cudaPointerAttributes* a, const void* address)
     return OK;
 }
 
-/* Copies between host and device happen, so that small values survive them; large copies within the device do not. */
+/* Small values survive copies; large copies move nothing, as they would touch memory that is only reserved: while Triton
+   times a kernel's configurations, TorchInductor saves what the kernel changes to the host, gigabytes for an embedding. */
 static void copy(void* to, const void* from, size_t bytes, enum cudaMemcpyKind kind) {
-    if (kind != cudaMemcpyDeviceToDevice || bytes <= 4096) memcpy(to, from, bytes);
+    if (bytes <= (kind == cudaMemcpyDeviceToDevice ? 4096 : 1 << 20)) memcpy(to, from, bytes);
 }
 static int host_side_is_pinned(const void* to, const void* from, enum cudaMemcpyKind kind) {
     return is_pinned(kind == cudaMemcpyDeviceToHost ? to : from);
