@@ -20,6 +20,7 @@ from inductor_passes.torch_compat.aot_autograd import (
     opaque_objects_last,
     opaque_objects_weigh_nothing,
 )
+from inductor_passes.torch_compat.fx import generating_no_code
 
 _SOURCE = "simplefsdp_source"
 """Key in ``node.meta``: the nodes from a shard to its folded gather, as a graph, and the placeholder's own value."""
@@ -44,7 +45,7 @@ def partition(
     # whoever accumulates into one gradient, or clips it, changes the other. So each has its own group meanwhile.
     for reduction in reductions(joint.graph):
         _set_group(reduction.node, (reduction.options[-1], reduction.fqns))
-    with opaque_objects_weigh_nothing():
+    with opaque_objects_weigh_nothing(), generating_no_code():
         forward, backward = partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     for module in (forward, backward):
         for shard in module.graph.find_nodes(op="placeholder"):

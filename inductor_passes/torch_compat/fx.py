@@ -1,9 +1,13 @@
 """FX graphs: order of nodes, side effects, calls, and sizes that may be symbolic."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch._inductor.pattern_matcher import stable_topological_sort as stable_topological_sort
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import has_side_effect as has_side_effect
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
@@ -18,6 +22,22 @@ def insert_call(target: Any, *args: Any, **kwargs: Any) -> Node:
     with fake:
         node.meta["val"] = target(*values, **named)
     return node
+
+
+@contextmanager
+def generating_no_code() -> Iterator[None]:
+    """Let this thread's graph modules generate no code meanwhile: whoever calls one calls its ``recompile`` first.
+
+    torch's partitioners make modules of a joint graph again and again and call none of them; for each, code is
+    generated, parsed and compiled.
+    """
+    this_thread, generate = threading.get_ident(), GraphModule.recompile
+
+    def recompile(module: GraphModule) -> Any:
+        return generate(module) if threading.get_ident() != this_thread else None
+
+    with patch.object(GraphModule, "recompile", recompile):
+        yield
 
 
 def move_before(first: Node, node: Node) -> None:

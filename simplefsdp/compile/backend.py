@@ -191,13 +191,19 @@ def _inductor(
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """Let Python look for no cycles meanwhile: a compilation makes millions of objects and drops few of them."""
+    """Let Python look for no cycles meanwhile: a compilation makes millions of objects and drops few of them.
+
+    What was made counts as old then. As young objects, the next collection would go through all of them.
+    """
     paused = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if paused:
+            if not gc.get_freeze_count():  # or what the program has frozen would not stay so
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -1,15 +1,18 @@
 """Every rank gets the same graphs, whatever part of the parameters it holds."""
 
 import re
+import traceback
 
 import pytest
 import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
 from inductor_passes.collectives import source_chain
+from inductor_passes.partition import partition
 from inductor_passes.torch_compat.aot_autograd import parameter_inputs
 from simplefsdp import simple_fsdp
 from tests.graphs import ALL_GATHER, REDUCE_SCATTER, capture, nodes
@@ -138,3 +141,19 @@ def test_two_gathers_that_read_one_shard_in_different_ways_stay_two():
     captured = capture(model, torch.zeros(2, 4))
     dtypes = {node.meta["val"].dtype for node in nodes(captured.forward, ALL_GATHER)}
     assert dtypes == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_partitioners_generate_no_code(monkeypatch):
+    generated = []
+    generate = Graph.python_code
+
+    def counted(graph, *args, **kwargs):
+        generated.append({frame.f_code for frame, _ in traceback.walk_stack(None)})
+        return generate(graph, *args, **kwargs)
+
+    monkeypatch.setattr(Graph, "python_code", counted)
+    captured = capture(simple_fsdp(Uneven()), torch.zeros(2, 3, dtype=torch.int64))
+    assert nodes(captured.backward, REDUCE_SCATTER)
+    assert generated
+    assert not [codes for codes in generated if partition.__code__ in codes]
