@@ -193,7 +193,7 @@ def _inductor(
 def _garbage_collection_paused() -> Iterator[None]:
     """Let Python look for no cycles meanwhile: a compilation makes millions of objects and drops few of them.
 
-    What was made counts as old then. As young objects, the next collection would go through all of them.
+    They are looked through afterwards: device memory that only circles hold would else be freed much later.
     """
     paused = gc.isenabled()
     gc.disable()
@@ -201,9 +201,6 @@ def _garbage_collection_paused() -> Iterator[None]:
         yield
     finally:
         if paused:
-            if not gc.get_freeze_count():  # or what the program has frozen would not stay so
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
 
 

@@ -1,6 +1,5 @@
 """``backend="simplefsdp"``: how it is found, which options it takes, and what enters the compile cache's key."""
 
-import gc
 import logging
 import re
 import subprocess
@@ -20,7 +19,7 @@ import simplefsdp
 from inductor_passes import inductor_order
 from inductor_passes.runtime import graph_dump
 from simplefsdp import BucketPlan, manual_plan, simple_fsdp
-from simplefsdp.compile import backend, context
+from simplefsdp.compile import context
 from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import Options, parse_options
 from tests.models import batch, tiny_llama
@@ -384,31 +383,3 @@ def test_inductor_options_without_inductor_are_mentioned(caplog):
     options = {"plan": "none", "lower_with": "aot_eager", "inductor": {"max_autotune": True}}
     torch.compile(model, backend="simplefsdp", options=options)(torch.ones(4, 8))
     assert "option 'inductor' has no effect with lower_with='aot_eager': max_autotune" in caplog.text
-
-
-class Link:
-    """An object that may be part of a circle."""
-
-
-def test_what_a_compilation_makes_is_old_to_the_garbage_collector(monkeypatch):
-    gc.collect()
-    with backend._garbage_collection_paused():
-        assert not gc.isenabled()
-        made = Link()
-    assert gc.isenabled()
-    assert any(made is found for found in gc.get_objects(generation=2))
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)  # what the program has frozen stays so
-    monkeypatch.setattr(gc, "unfreeze", lambda: pytest.fail("unfrozen"))
-    with backend._garbage_collection_paused():
-        young = Link()
-    assert not any(young is found for found in gc.get_objects(generation=2))
-
-
-def test_a_program_without_garbage_collection_keeps_it_off():
-    gc.disable()
-    try:
-        with backend._garbage_collection_paused():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
