@@ -97,7 +97,8 @@ def tensors_of(node: Node) -> list[Tensor]:
 def adds_rows(node: Node) -> bool:
     """Return whether ``node`` adds rows to a tensor, as an embedding's gradient is made.
 
-    The kernel that computes the rows adds them. What they are added to is there before, and other kernels read the sum.
+    The tensor, where it is zeros, is filled at the same place: nothing else needs its memory earlier. The kernel that
+    computes the rows adds them; here it counts as another one, before which gradients that it makes are complete.
     """
     return node.target in (_aten._unsafe_index_put.default, _aten._unsafe_masked_index_put_accumulate.default)
 
@@ -123,8 +124,9 @@ def fused_regions(graph: Graph) -> dict[Node, Node]:
     for node in graph.nodes:
         if computes(node) and (is_fused(node) or adds_rows(node)):
             first[node] = node
-            for source in sources_of(node)[adds_rows(node) :]:
-                if source in first and depth[source] == depth[node]:
+            for source in sources_of(node):
+                filled = source.target is _aten.full.default and len(source.users) == 1
+                if source in first and (filled if adds_rows(node) else depth[source] == depth[node]):
                     one, other = sorted((root(source), root(node)))
                     first[other] = one
     return {node: root(node) for node in first}

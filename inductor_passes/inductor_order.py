@@ -7,6 +7,7 @@ from typing import Any
 from torch.fx import Node
 
 from inductor_passes.collectives import FQNS, GROUPS, WAIT
+from inductor_passes.fusion import adds_rows
 from inductor_passes.order import check_order, order
 from inductor_passes.runtime.agreement import AGREE
 from inductor_passes.runtime.graph_dump import DUMP_NAMES, Report
@@ -23,6 +24,7 @@ def order_kernels(kernels: list[Any], report: Report | None = None) -> list[Any]
     Raises:
         PlanError: see ``order``.
     """
+    kernels = _add_rows_late(kernels)
     before = kernel_items(kernels)
     ordered = [kernels[i] for i in order(before)]
     after = kernel_items(ordered)
@@ -40,6 +42,24 @@ def order_kernels(kernels: list[Any], report: Report | None = None) -> list[Any]
     for kernel in ordered:
         _forget_what_was_reduced(kernel)
     return ordered
+
+
+def _add_rows_late(kernels: Sequence[Any]) -> list[Any]:
+    """Return ``kernels``, those that add rows to zeros right before the first that needs the sum, behind the zeros.
+
+    TorchInductor fuses such a kernel with what it reads, and runs it where the first of that was. The sum is as large
+    as an embedding: it would take time and memory before the gradients of smaller parameters are complete.
+    """
+    kernels = [*kernels]
+    adding = [kernel for kernel in kernels if any(map(adds_rows, _operators(kernel)))]
+    read = {dep.name for kernel in adding for dep in kernel.unmet_dependencies}
+    zeros = [kernel for kernel in kernels if not kernel.read_writes.reads and read & {*kernel.get_buffer_names()}]
+    for kernel in (*reversed(adding), *zeros):
+        made = kernel.get_buffer_names()
+        users = (i for i, user in enumerate(kernels) if any(dep.name in made for dep in user.unmet_dependencies))
+        kernels.insert(next(users, len(kernels)), kernel)
+        kernels.remove(kernel)
+    return kernels
 
 
 def _forget_what_was_reduced(kernel: Any) -> None:
@@ -208,14 +228,19 @@ def render_kernels(kernels: Sequence[Any], items: Sequence[OrderItem]) -> str:
 
 
 def _line(kernel: Any, item: OrderItem) -> str:
-    step = _step(kernel.node)  # others may have been fused into what it reads
-    parts = (part.node.origins for part in kernel.get_nodes() if part.node is not None)
-    origins = [step] if step else sorted({node for nodes in parts for node in nodes})
-    operators = [str(node.target).removesuffix(".default") for node in origins if node.op == "call_function"]
+    operators = [str(node.target).removesuffix(".default") for node in _operators(kernel)]
     buffers = ", ".join(sorted(kernel.get_buffer_names(), key=_number))
     reads = ", ".join(sorted({dep.name for dep in kernel.read_writes.reads}, key=_number))
     line = f"{kernel.get_name()}: {buffers} = {', '.join(operators)}({reads})"
     return f"{line}  # {item.kind}: {', '.join(item.fqns)}" if item.fqns else line
+
+
+def _operators(kernel: Any) -> list[Node]:
+    """Return the FX nodes that ``kernel`` computes, or of which it is a part."""
+    if step := _step(kernel.node):  # others may have been fused into what it reads
+        return [step]
+    parts = (part.node.origins for part in kernel.get_nodes() if part.node is not None)
+    return sorted({node for nodes in parts for node in nodes if node.op == "call_function"})
 
 
 def _number(name: str) -> tuple[str, int]:

@@ -140,6 +140,7 @@ def node_costs(graph: Graph, profile: DeviceProfile) -> NodeCosts:
         stored |= {node: _nbytes(node) for node in written}
         moved = sum(read.values()) + sum(stored[node] for node in written if node not in changed)
         moved += sum(2 * _nbytes(source) for node in changed for source in node.all_input_nodes[1:])
+        moved += sum(_nbytes(filled) for filled in inside.intersection(changed.values()))  # by a kernel of its own
         seconds[nodes[-1]] = profile.launch_s + profile.memory_s(moved)
         contention[nodes[-1]] = profile.contention_of()
         runs |= dict.fromkeys(nodes, nodes[-1])

@@ -32,7 +32,7 @@ def over_one_rank(graph: Graph, target: Any, source: Node, *args: Any) -> Node:
     """Issue a parameter's collective over a group of one rank, and await it."""
     issued = graph.call_function(target, (source, *args, 1, "0"))
     issued.meta["val"] = source.meta["val"]
-    issued.meta[FQNS] = ("weight",)
+    issued.meta[FQNS] = (f"{source.name}.weight",)
     awaited = graph.call_function(WAIT, (issued,))
     awaited.meta["val"] = issued.meta["val"]
     return awaited
@@ -77,7 +77,7 @@ def test_a_gradient_comes_last_in_its_kernel() -> None:
 
 
 def rows_added_to_a_table(graph: Graph) -> None:
-    """Make a graph of a kernel behind a matmul that makes two gradients: that of a scale, and that of a table."""
+    """Make a graph of a kernel behind a matmul that makes two things: a scale's gradient, and rows of a table's."""
     x, error, numbers = square(graph, "x"), square(graph, "error"), graph.placeholder("numbers")
     numbers.meta["val"] = torch.arange(SIDE)
     rows = call(graph, aten.neg.default, call(graph, aten.mm.default, error, error))
@@ -89,17 +89,17 @@ def rows_added_to_a_table(graph: Graph) -> None:
     graph.output((of_scale, of_table, further))
 
 
-def test_rows_are_added_to_a_table_by_the_kernel_that_makes_them() -> None:
+def test_rows_are_added_to_zeros_that_are_filled_behind_the_kernel_that_makes_the_rows() -> None:
     graph = Graph()
     rows_added_to_a_table(graph)
     put_fused_together(graph)
     names = [node.target._overloadpacket.__name__ for node in compute(graph) if node.target is not WAIT]
     scatter = "reduce_scatter_tensor"
-    assert names == ["mm", "mm", "full", "neg", "mul", "sum", "_unsafe_index_put", scatter, scatter]
+    assert names == ["mm", "neg", "mul", "sum", scatter, "mm", "full", "_unsafe_index_put", scatter]
     regions = fused_regions(graph)
     (zeros,) = graph.find_nodes(op="call_function", target=aten.full.default)
     (put,) = graph.find_nodes(op="call_function", target=aten._unsafe_index_put.default)
-    assert regions[put] is regions[zeros.next] is not regions[zeros]
+    assert regions[put] is regions[zeros] is zeros
 
 
 def test_what_reads_a_table_to_which_rows_were_added_is_another_kernel() -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx import Graph
 
 from inductor_passes import inductor_order as scheduler
 from inductor_passes.collectives import FQNS
@@ -19,6 +21,8 @@ from simplefsdp import manual_plan, simple_fsdp
 from simplefsdp.compile import passes as compilation
 from tests.graphs import called_code, capture
 from tests.models import batch, tiny_llama
+
+aten = torch.ops.aten
 
 
 @pytest.mark.compile
@@ -124,3 +128,39 @@ def test_only_an_all_reduce_whose_input_another_collective_reads_gets_a_copy(mod
         plan = manual_plan(["replicated", "sharded", "inner"])
     backward = capture(model, torch.ones(4, 8), plan=plan).backward
     assert not backward.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+
+
+class Kernel:
+    """What ``order_kernels`` asks of a kernel of the scheduler, which makes one buffer of its own name."""
+
+    def __init__(self, name: str, *read: str, target: Any = aten.add.Tensor) -> None:
+        self.name = name
+        self.unmet_dependencies = [SimpleNamespace(name=each) for each in read]
+        self.read_writes = SimpleNamespace(reads=self.unmet_dependencies)
+        node = Graph().call_function(target)
+        self.node = SimpleNamespace(origins=[node])
+
+    def get_buffer_names(self) -> list[str]:
+        return [self.name]
+
+    def get_nodes(self) -> list["Kernel"]:
+        return [self]
+
+
+def test_rows_are_added_to_zeros_when_their_sum_is_needed() -> None:
+    rows, scale, reduced = Kernel("rows", "x"), Kernel("scale", "rows"), Kernel("reduced", "scale")
+    zeros = Kernel("zeros", target=aten.full.default)
+    table = Kernel("table", "zeros", "rows", target=aten._unsafe_index_put.default)
+    read = Kernel("read", "table")
+    assert scheduler._add_rows_late([zeros, rows, table, scale, reduced, read]) == [
+        rows,
+        scale,
+        reduced,
+        zeros,
+        table,
+        read,
+    ]
+    ends = [zeros, rows, table, scale, reduced]
+    assert scheduler._add_rows_late(ends) == [rows, scale, reduced, zeros, table]
+    constants = Kernel("constants", target=aten.full.default)  # which nothing adds to
+    assert scheduler._add_rows_late([constants, rows, scale]) == [constants, rows, scale]

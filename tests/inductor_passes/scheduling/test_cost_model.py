@@ -200,19 +200,19 @@ def test_a_weight_is_in_memory_until_the_kernel_that_its_last_reader_is_fused_in
     assert table.last_use_slot == scale.first_use_slot
 
 
-def test_a_gradient_is_complete_when_its_kernel_has_also_added_rows_to_a_table() -> None:
+def test_a_gradient_is_complete_before_rows_that_its_kernel_made_are_added_to_a_table() -> None:
     graph = Graph()
     rows_added_to_a_table(graph)
     put_fused_together(graph)
     costs = cost_graph_of(graph, Rates())
     scale, table = sorted(costs.reductions, key=lambda reduction: reduction.nbytes)
     assert (scale.nbytes, table.nbytes) == (4 * 4, 32 * 4 * 4)
-    assert scale.ready_slot == table.ready_slot == len(costs.seconds)
-    # The kernel reads two squares, and reads rows and changes those of the table that it adds them to.
+    assert scale.ready_slot < table.ready_slot == len(costs.seconds)
+    # The table is filled. Rows and their numbers are read, and rows of the table are changed.
     (put,) = filter(adds_rows, graph.nodes)
     seconds = node_costs(graph, Rates()).seconds[put]
     square, numbers = 4 * 4 * 4, 4 * 8
-    assert seconds == pytest.approx((2 * square + scale.nbytes + 2 * (square + numbers) + numbers) / 1000)
+    assert seconds == pytest.approx((table.nbytes + 3 * (square + numbers)) / 1000)
 
 
 def test_the_memory_of_a_large_weight_is_free_when_its_last_reader_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
