@@ -137,10 +137,11 @@ def node_costs(graph: Graph, profile: DeviceProfile) -> NodeCosts:
         changed = {node: source for node in nodes if (source := _changed_in_place(node))}
         not_read = inside.union(changed.values())
         read = {source: _read(node, source) for node in nodes for source in sources_of(node) if source not in not_read}
-        stored |= {node: _nbytes(node) for node in written}
+        filled = inside.intersection(changed.values())  # by a kernel of its own
+        stored |= {node: _nbytes(node) for node in (*written, *filled)}
         moved = sum(read.values()) + sum(stored[node] for node in written if node not in changed)
         moved += sum(2 * _nbytes(source) for node in changed for source in node.all_input_nodes[1:])
-        moved += sum(_nbytes(filled) for filled in inside.intersection(changed.values()))  # by a kernel of its own
+        moved += sum(stored[node] for node in filled)
         seconds[nodes[-1]] = profile.launch_s + profile.memory_s(moved)
         contention[nodes[-1]] = profile.contention_of()
         runs |= dict.fromkeys(nodes, nodes[-1])

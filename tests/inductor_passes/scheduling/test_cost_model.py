@@ -210,9 +210,11 @@ def test_a_gradient_is_complete_before_rows_that_its_kernel_made_are_added_to_a_
     assert scale.ready_slot < table.ready_slot == len(costs.seconds)
     # The table is filled. Rows and their numbers are read, and rows of the table are changed.
     (put,) = filter(adds_rows, graph.nodes)
-    seconds = node_costs(graph, Rates()).seconds[put]
+    kernels = node_costs(graph, Rates())
     square, numbers = 4 * 4 * 4, 4 * 8
-    assert seconds == pytest.approx((table.nbytes + 3 * (square + numbers)) / 1000)
+    assert kernels.stored[put.all_input_nodes[0]] == table.nbytes
+    assert max(costs.live_bytes_in_step) >= table.nbytes
+    assert kernels.seconds[put] == pytest.approx((table.nbytes + 3 * (square + numbers)) / 1000)
 
 
 def test_the_memory_of_a_large_weight_is_free_when_its_last_reader_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
