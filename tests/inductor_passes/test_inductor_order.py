@@ -131,7 +131,7 @@ def test_only_an_all_reduce_whose_input_another_collective_reads_gets_a_copy(mod
 
 
 class Kernel:
-    """What ``order_kernels`` asks of a kernel of the scheduler, which makes one buffer of its own name."""
+    """A kernel of the scheduler, as far as ``order_kernels`` asks, which makes one buffer of its own name."""
 
     def __init__(self, name: str, *read: str, target: Any = aten.add.Tensor) -> None:
         self.name = name
