@@ -45,7 +45,7 @@ def order_kernels(kernels: list[Any], report: Report | None = None) -> list[Any]
 
 
 def _add_rows_late(kernels: Sequence[Any]) -> list[Any]:
-    """Return ``kernels``, those that add rows to zeros right before the first that needs the sum, behind the zeros.
+    """Return ``kernels``, each that adds rows right before the first that needs the sum, behind zeros that it adds to.
 
     TorchInductor fuses such a kernel with what it reads, and runs it where the first of that was. The sum is as large
     as an embedding: it would take time and memory before the gradients of smaller parameters are complete.
@@ -58,7 +58,7 @@ def _add_rows_late(kernels: Sequence[Any]) -> list[Any]:
         made = kernel.get_buffer_names()
         users = (i for i, user in enumerate(kernels) if any(dep.name in made for dep in user.unmet_dependencies))
         kernels.insert(next(users, len(kernels)), kernel)
-        kernels.remove(kernel)
+        kernels.remove(kernel)  # from where it was before, the first of both places
     return kernels
 
 

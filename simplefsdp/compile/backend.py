@@ -193,7 +193,7 @@ def _inductor(
 def _garbage_collection_paused() -> Iterator[None]:
     """Let Python look for no cycles meanwhile: a compilation makes millions of objects and drops few of them.
 
-    They are looked through afterwards: device memory that only circles hold would else be freed much later.
+    The objects are looked through afterwards: device memory that only cycles hold would be freed much later otherwise.
     """
     paused = gc.isenabled()
     gc.disable()

@@ -127,7 +127,7 @@ def test_only_an_all_reduce_whose_input_another_collective_reads_gets_a_copy(mod
     if mode == "fully_shard":
         plan = manual_plan(["replicated", "sharded", "inner"])
     backward = capture(model, torch.ones(4, 8), plan=plan).backward
-    assert not backward.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    assert not backward.find_nodes(op="call_function", target=aten.clone.default)
 
 
 class Kernel:
@@ -152,15 +152,8 @@ def test_rows_are_added_to_zeros_when_their_sum_is_needed() -> None:
     zeros = Kernel("zeros", target=aten.full.default)
     table = Kernel("table", "zeros", "rows", target=aten._unsafe_index_put.default)
     read = Kernel("read", "table")
-    assert scheduler._add_rows_late([zeros, rows, table, scale, reduced, read]) == [
-        rows,
-        scale,
-        reduced,
-        zeros,
-        table,
-        read,
-    ]
-    ends = [zeros, rows, table, scale, reduced]
-    assert scheduler._add_rows_late(ends) == [rows, scale, reduced, zeros, table]
+    ordered = scheduler.order_kernels([zeros, rows, table, scale, reduced, read])
+    assert ordered == [rows, scale, reduced, zeros, table, read]
+    assert scheduler.order_kernels([zeros, rows, table, scale, reduced]) == [rows, scale, reduced, zeros, table]
     constants = Kernel("constants", target=aten.full.default)  # which nothing adds to
-    assert scheduler._add_rows_late([constants, rows, scale]) == [constants, rows, scale]
+    assert scheduler.order_kernels([constants, rows, scale]) == [constants, rows, scale]
