@@ -30,7 +30,7 @@ test-gpu-structure:
 
 gpu-structure: $(INSTALLED)
 	TRITON_CACHE_DIR=$(abspath $(VENV))/triton TORCHINDUCTOR_CACHE_DIR=$(abspath $(VENV))/inductor \
-	$(VENV)/bin/python -m simplefsdp.null_gpu -m pytest tests/null_gpu $(XDIST) --dist loadgroup $(ARGS)
+	$(VENV)/bin/python -m simplefsdp.null_gpu -m pytest tests/null_gpu $(XDIST) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 # The campaigns of RELIABILITY.md: two hours. ARGS="death --runs 10" runs a part of one.
 soak: $(INSTALLED)

@@ -2,20 +2,21 @@
 
 ::
 
-    shard_0 - [pad] - [cast] - all_gather - wait -> ...        shard_0 -+                                    +-> ...
-    shard_1 - [pad] - [cast] - all_gather - wait -> ...  ==>   shard_1 -+- pack - all_gather - wait - unpack +-> ...
+    shard_0 - [pad] - [cast] - all_gather - wait -> ...        shard_0 -+                             +-> ...
+    shard_1 - [pad] - [cast] - all_gather - wait -> ...  ==>   shard_1 -+- all_gather - wait - unpack +-> ...
 
     grad_0 - [cast] - [pad] - reduce_scatter - wait -> ...     grad_0 -+                                 +- view -> ...
     grad_1 - [cast] - [pad] - reduce_scatter - wait -> ... ==> grad_1 -+- pack - reduce_scatter - wait - +- view -> ...
 
 In a bucket of the form ``"grouped"`` members keep their own memory, and nothing is copied but what is cast or padded::
 
-    shard_0 - [prepare] -+                    +- wait -> ...       grad_0 -+                        +- wait -> ...
-    shard_1 - [prepare] -+- all_gather_group -+- wait -> ...       grad_1 -+- reduce_scatter_group -+- wait -> ...
+    shard_0 -+                    +- wait -> ...       grad_0 -+                        +- wait -> ...
+    shard_1 -+- all_gather_group -+- wait -> ...       grad_1 -+- reduce_scatter_group -+- wait -> ...
 
-Gradients that must be cast, padded, divided or made contiguous are packed, and their buffer is one more member of the
-group. Gathers of several dtypes are packed where the backend is not NCCL, and so are all-reduces, and reduce-scatters
-that an all-reduce follows.
+Gathers cast and pad their shards themselves, also that of one shard (``ops/gather_shards.py``). Gradients that must be
+cast, padded, divided or made contiguous are packed, and their buffer is one more member of the group. Gathers of
+several dtypes are packed where the backend is not NCCL, and so are all-reduces, and reduce-scatters that an all-reduce
+follows.
 
 In a wire format members are encoded into the buffer and decoded out of it, also a member that stays alone, and whatever
 the form of the bucket; gradients then travel by an all-to-all, over several nodes by two, and each rank adds up what it
@@ -26,9 +27,9 @@ gets::
 
 All-reduces, also those that follow a reduce-scatter, are merged in the same way. Packing order is the bucket's own:
 rank r's part of the buffer holds member 0's rows of rank r, then member 1's, as in FSDP2; ``ops/pack.py`` has the
-operators. A bucket is carried out by one collective or group for all members that are alike: of one process group and
-wire format and, for reductions, one dtype, operator and all-reduce that follows. A member that the graph does not
-gather (or reduce) is left out, and a collective that stays alone is not touched.
+other operators. A bucket is carried out by one collective or group for all members that are alike: of one process
+group and wire format and, for reductions, one dtype, operator and all-reduce that follows. A member that the graph does
+not gather (or reduce) is left out, and a collective that stays alone is not touched but for its cast and pad.
 """
 
 import operator
@@ -43,7 +44,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from inductor_passes.collectives import (
     ALL_GATHER,
-    ALL_GATHER_GROUP,
     ALL_REDUCE,
     ALL_TO_ALL,
     BUCKET,
@@ -57,12 +57,14 @@ from inductor_passes.collectives import (
     before_cast_and_pad,
     erase_unused_chain,
     gathers,
+    gathers_of_shards,
     groups,
     reductions,
 )
-from inductor_passes.fusion import can_be_reduced_in_place, is_fused_cast, mixes_dtypes
+from inductor_passes.fusion import can_be_reduced_in_place, is_fused_cast, mixes_dtypes, shard_before_cast_and_pad
 from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS, ENCODE_SUMS
-from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS, PREPARE_SHARDS, UNPACK_WEIGHTS
+from inductor_passes.ops.gather_shards import GATHER_SHARDS, GATHER_SHARDS_GROUP
+from inductor_passes.ops.pack import PACK_GRADIENTS, UNPACK_WEIGHTS
 from inductor_passes.rounding import ROUNDED_TO
 from inductor_passes.scheduling.issue_points import Bucket, PlanError
 from inductor_passes.torch_compat.fx import insert_call, move_before, stable_topological_sort
@@ -152,13 +154,14 @@ def _fqns(graph: Graph) -> Counter[tuple[str, bool]]:
     """Return the FQNs of all gathers, and of all reductions."""
     found = {False: gathers(graph), True: reductions(graph)}
     fqns = Counter((fqn, reduces) for reduces, of in found.items() for collective in of for fqn in collective.fqns)
-    fqns.update((fqn, node.target is REDUCE_SCATTER_GROUP) for node in groups(graph) for fqn in node.meta[FQNS])
+    merged = [*groups(graph), *gathers_of_shards(graph)]
+    fqns.update((fqn, node.target is REDUCE_SCATTER_GROUP) for node in merged for fqn in node.meta[FQNS])
     return fqns
 
 
 def _members(found: list[Collective], kind: Callable[[Collective], Any]) -> list[list[Collective]]:
-    """Return the collectives to merge: those of one bucket and one kind, in packing order. What is still to be encoded
-    is returned although it is alone."""
+    """Return the collectives to merge: those of one bucket and one kind, in packing order. What is still to be encoded,
+    or to cast or pad its shard itself, is returned although it is alone."""
     mergeable: dict[tuple, list[Collective]] = {}
     for collective in found:
         if collective.is_encoded:
@@ -169,7 +172,14 @@ def _members(found: list[Collective], kind: Callable[[Collective], Any]) -> list
         if len(members) > 1:
             place = {fqn: i for i, fqn in enumerate(bucket.fqns)}
             members.sort(key=lambda c: place[c.fqns[0]])
-    return [members for members in mergeable.values() if len(members) > 1 or members[0].wire_format is not None]
+    return [members for members in mergeable.values() if len(members) > 1 or _changes_alone(members[0])]
+
+
+def _changes_alone(collective: Collective) -> bool:
+    """Return whether another collective is to take the place of this one, although it is not merged with any."""
+    if collective.node.target is not ALL_GATHER or _bucket_of(collective) is None:
+        return collective.wire_format is not None
+    return collective.wire_format is not None or shard_before_cast_and_pad(collective) is not collective.input
 
 
 def _bucket_of(member: Collective) -> Bucket | None:
@@ -184,27 +194,29 @@ def _is_grouped(member: Collective) -> bool:
 
 def _merge_gathers(graph: Graph, members: list[Collective]) -> None:
     first = min(member.node for member in members)
-    shards = [before_cast_and_pad(member.input) for member in members]
+    wire_format = members[0].wire_format
+    strip = shard_before_cast_and_pad if wire_format is None else lambda member: before_cast_and_pad(member.input)
+    shards = [*map(strip, members)]
     for shard in shards:
         move_before(first, shard)
     ranks, group = members[0].options
     numels = [_val(member.input).numel() for member in members]
     dtypes = [_val(member.input).dtype for member in members]
-    wire_format = members[0].wire_format
-    if _is_grouped(members[0]) and (len(set(dtypes)) == 1 or mixes_dtypes(members[0])):
-        with graph.inserting_before(first):
-            inputs = _prepared(members, shards, numels, dtypes)
-            _replace(members, _group(ALL_GATHER_GROUP, inputs, [(member,) for member in members]))
-        return
+    can_be_grouped = len(members) > 1 and (len(set(dtypes)) == 1 or mixes_dtypes(members[0]))
     with graph.inserting_before(first):
+        if _is_grouped(members[0]) and can_be_grouped:
+            options = numels, dtypes, ranks, group
+            _replace(members, _group(GATHER_SHARDS_GROUP, shards, [(member,) for member in members], options))
+            return
         if wire_format is None:
-            packed = insert_call(PACK_SHARDS, shards, numels, dtypes)
-        else:
-            packed = insert_call(ENCODE_SHARDS, shards, numels, wire_format)
-        gathered = _collective(ALL_GATHER, packed, members, ranks, group)
-        if wire_format is None:
+            gathered = _collective(GATHER_SHARDS, shards, members, numels, dtypes, ranks, group)
+            if len(members) == 1:
+                _replace(members, [gathered])
+                return
             unpacked = insert_call(UNPACK_WEIGHTS, gathered, ranks, numels, dtypes)
         else:
+            packed = insert_call(ENCODE_SHARDS, shards, numels, wire_format)
+            gathered = _collective(ALL_GATHER, packed, members, ranks, group)
             unpacked = insert_call(DECODE_WEIGHTS, gathered, ranks, numels, wire_format, dtypes[0])
         _replace(members, [insert_call(operator.getitem, unpacked, i) for i in range(len(members))])
 
@@ -222,7 +234,7 @@ def _merge_reductions(graph: Graph, members: list[Collective]) -> None:
             if rest:
                 inputs.append(_packed(rest, ranks, dtype))
                 parts.append(tuple(rest))
-            reduced = _group(REDUCE_SCATTER_GROUP, inputs, parts)
+            reduced = _group(REDUCE_SCATTER_GROUP, inputs, parts, members[0].options)
             of_rest = _parts(reduced[-1], rest) if rest else []
             _replace([*own, *rest], [*reduced[: len(own)], *of_rest])
             return
@@ -294,22 +306,11 @@ def _parts(reduced: Node, members: Sequence[Collective]) -> list[Node]:
     return parts
 
 
-def _prepared(
-    members: Sequence[Collective], shards: Sequence[Node], numels: Sequence[int], dtypes: Sequence[torch.dtype]
+def _group(
+    target: Any, inputs: list[Node], parts: Sequence[tuple[Collective, ...]], options: tuple[Any, ...]
 ) -> list[Node]:
-    """Return what a group of gathers reads: shards as they are where they need no cast and no padding."""
-    own = [i for i, member in enumerate(members) if member.input is not shards[i]]
-    inputs = [member.input for member in members]
-    if own:
-        prepared = insert_call(PREPARE_SHARDS, *([of[i] for i in own] for of in (shards, numels, dtypes)))
-        for place, i in enumerate(own):
-            inputs[i] = insert_call(operator.getitem, prepared, place)
-    return inputs
-
-
-def _group(target: Any, inputs: list[Node], parts: Sequence[tuple[Collective, ...]]) -> list[Node]:
     """Insert a group of collectives, one for each part of the members, and return the waits for them."""
-    issued = insert_call(target, inputs, *parts[0][0].options)
+    issued = insert_call(target, inputs, *options)
     results = [insert_call(operator.getitem, issued, i) for i in range(len(parts))]
     for node, members in ((issued, [*chain(*parts)]), *zip(results, parts, strict=True)):
         _mark(node, members)
@@ -340,7 +341,7 @@ def _gradient(node: Node, ranks: int) -> Node:
     return source if [-(-shape[0] // ranks) * ranks, *shape[1:]] == list(padded) else node
 
 
-def _collective(target: Any, packed: Node, members: Sequence[Collective], *options: object) -> Node:
+def _collective(target: Any, packed: Node | list[Node], members: Sequence[Collective], *options: object) -> Node:
     node = insert_call(target, packed, *options)
     _mark(node, members)
     return insert_call(WAIT, node)

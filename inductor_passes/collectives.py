@@ -31,6 +31,7 @@ from torch.fx import Graph, Node
 from inductor_passes.ops.accumulate import ADD_UP
 from inductor_passes.ops.add_rows import ADD_ROWS
 from inductor_passes.ops.encode import DECODE_SUMS, ENCODE_GRADIENTS, ENCODE_SHARDS, ENCODE_SUMS
+from inductor_passes.ops.gather_shards import GATHER_SHARDS, GATHER_SHARDS_GROUP
 from inductor_passes.ops.offload import TO_DEVICE
 from inductor_passes.torch_compat.aot_autograd import parameter_gradients, parameter_inputs
 
@@ -51,9 +52,8 @@ REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 ALL_REDUCE = _c10d.all_reduce.default
 ALL_TO_ALL = _c10d.all_to_all_single.default
 REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
-ALL_GATHER_GROUP = _c10d.all_gather_into_tensor_coalesced.default
 REDUCE_SCATTER_GROUP = _c10d.reduce_scatter_tensor_coalesced.default
-GROUPS = (ALL_GATHER_GROUP, REDUCE_SCATTER_GROUP)
+GROUPS = (GATHER_SHARDS_GROUP, REDUCE_SCATTER_GROUP)
 """Collectives that are issued together; they return a list, of which each tensor is awaited."""
 WAIT = _c10d.wait_tensor.default
 
@@ -183,7 +183,7 @@ class Collective:
 
 
 def gathers(graph: Graph) -> list[Collective]:
-    """Return the marked all-gathers of weights that are not part of a group, in graph order."""
+    """Return the marked all-gathers of one weight, or of encoded ones, that are not part of a group, in graph order."""
     found = [node for node in _marked(graph, ALL_GATHER) if not gathers_sums(node)]
     return [Collective(node.meta[FQNS], node, _wait_of(node)) for node in found]
 
@@ -215,6 +215,11 @@ def received(wait: Node) -> Node:
 def groups(graph: Graph) -> list[Node]:
     """Return the marked groups of collectives, in graph order."""
     return _marked(graph, *GROUPS)
+
+
+def gathers_of_shards(graph: Graph) -> list[Node]:
+    """Return the marked all-gathers into one buffer that cast and pad shards, in graph order."""
+    return _marked(graph, GATHER_SHARDS)
 
 
 def identify(graph: Graph, params: Mapping[int, GraphParameter]) -> list[str]:

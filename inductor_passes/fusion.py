@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from inductor_passes.collectives import CASTS, FQNS, REDUCE_SCATTER, WAIT, Collective, before_cast_and_pad
 from inductor_passes.ops.accumulate import ACCUMULATE, ADD_UP
+from inductor_passes.ops.offload import TO_DEVICE
 
 _aten = torch.ops.aten
 
@@ -52,6 +53,13 @@ def can_be_reduced_in_place(reduction: Collective) -> bool:
     alone = reduction.node.target is not REDUCE_SCATTER or reduction.all_reduce_after is not None
     value = source.meta["val"]
     return not (copied or alone or source.target is _aten.div.Tensor) and value.dim() > 0 and value.is_contiguous()
+
+
+def shard_before_cast_and_pad(gather: Collective) -> Node:
+    """Return what a gather casts and pads on the way: a shard, or what comes of it if that is computed by a kernel."""
+    source = before_cast_and_pad(gather.input)
+    made = storage_of(source)
+    return source if made.op == "placeholder" or made.target is TO_DEVICE else gather.input
 
 
 def mixes_dtypes(gather: Collective) -> bool:

@@ -1,13 +1,17 @@
 """``order`` for the kernels of TorchInductor's scheduler, after fusion."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch._ops import OpOverload
 from torch.fx import Node
+from torch.utils._pytree import tree_map
 
 from inductor_passes.collectives import FQNS, GROUPS, WAIT
 from inductor_passes.fusion import adds_rows
+from inductor_passes.ops.gather_shards import GATHER_SHARDS, GATHER_SHARDS_GROUP
 from inductor_passes.order import check_order, order
 from inductor_passes.runtime.agreement import AGREE
 from inductor_passes.runtime.graph_dump import DUMP_NAMES, Report
@@ -259,4 +263,16 @@ def lower_agree() -> None:
     register_lowering(AGREE, lowering)
 
 
+def lower_gathers() -> None:
+    """Tell Inductor that gathers of shards are collectives, whose results are to be awaited."""
+    ir = inductor_ir()
+
+    def lowering(op: OpOverload, shards: list[Any], *options: Any) -> Any:
+        return tree_map(ir.TensorBox.create, ir._CollectiveKernel.create_out_of_place(op, shards, *options))
+
+    for op in (GATHER_SHARDS, GATHER_SHARDS_GROUP):
+        register_lowering(op, functools.partial(lowering, op))
+
+
 lower_agree()
+lower_gathers()

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inductor_passes.collectives import GraphParameter
 from inductor_passes.ops.call import inline
+from inductor_passes.ops.gather_shards import GATHER_SHARDS
 from inductor_passes.regions import inline_regions
 from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import parse_options
@@ -28,6 +29,8 @@ PARTITIONERS: dict[str, Callable[..., Any]] = {
 
 _c10d = torch.ops._c10d_functional
 ALL_GATHER = _c10d.all_gather_into_tensor.default
+GATHERS = (ALL_GATHER, GATHER_SHARDS)
+"""Gathers into one tensor, as a graph has them before and after it was bucketed."""
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 ALL_REDUCE = _c10d.all_reduce.default
 WAIT = _c10d.wait_tensor.default
@@ -104,8 +107,8 @@ def copy(graph: Graph) -> Graph:
     return new
 
 
-def nodes(graph: Graph, target: Any) -> list[Node]:
-    return list(graph.find_nodes(op="call_function", target=target))
+def nodes(graph: Graph, *targets: Any) -> list[Node]:
+    return sorted(node for target in targets for node in graph.find_nodes(op="call_function", target=target))
 
 
 def called_code(code: str) -> str:
@@ -132,9 +135,9 @@ def recorded_gathers(result: Tensor | None = None) -> Iterator[list[Tensor]]:
         yield inputs
 
 
-def fqns(graph: Graph, target: Any) -> list[tuple[str, ...]]:
-    """FQNs carried by each collective of a kind, in graph order."""
-    return [node.meta.get("simplefsdp_fqns", ()) for node in nodes(graph, target)]
+def fqns(graph: Graph, *targets: Any) -> list[tuple[str, ...]]:
+    """FQNs carried by each collective of these kinds, in graph order."""
+    return [node.meta.get("simplefsdp_fqns", ()) for node in nodes(graph, *targets)]
 
 
 def whole_weights_among_outputs(graph: Graph) -> list[str]:

@@ -1,7 +1,6 @@
-"""The copies that a bucket costs: operators that put its members into one buffer and take them out again.
+"""The copies that a packed bucket costs: operators that take its weights out of one buffer, or put its gradients in.
 
-A bucket of the form ``"grouped"`` has no buffer: its shards are cast and padded by ``prepare_shards`` where they need
-it, and nothing else is copied.
+Shards are put into a gather's buffer by the operator that gathers them (``gather_shards.py``).
 
 ::
 
@@ -26,45 +25,6 @@ _ALIGNMENT = 16
 """Alignment in bytes of members with different dtypes, so that a vectorised copy may be used."""
 
 
-def pack_shards(shards: Sequence[Tensor], numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Return the buffer that this rank sends: each shard, cast to its dtype and zero-padded to its number of elements.
-
-    The buffer has the members' dtype and shape (sum of numels,) if they have one dtype; else it holds bytes, (sum of
-    sizes, each rounded up to 16,).
-    """
-    dtypes = as_dtypes(dtypes)
-    uniform = len({*dtypes, *(shard.dtype for shard in shards)}) == 1
-    if uniform and [shard.numel() for shard in shards] == list(numels):
-        return torch.cat([shard.reshape(-1) for shard in shards])
-    sizes = _sizes(numels, dtypes)
-    buffer = shards[0].new_empty(sum(sizes), dtype=_of_buffer(dtypes))
-    parts = []
-    for part, shard, dtype in zip(buffer.split(sizes), shards, dtypes, strict=True):
-        used = shard.numel() * dtype.itemsize // buffer.itemsize
-        part[used:].zero_()
-        parts.append(part[:used].view(dtype).view(shard.shape))
-    torch._foreach_copy_(parts, list(shards))
-    return buffer
-
-
-def prepare_shards(shards: Sequence[Tensor], numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Return what this rank sends to a group of gathers: each shard, cast to its dtype and contiguous.
-
-    A shard with fewer elements than its number is padded with zeros, (numel,); others keep their shape.
-    """
-    out, parts = [], []
-    for shard, numel, dtype in zip(shards, numels, as_dtypes(dtypes), strict=True):
-        if shard.numel() == numel:
-            out.append(shard.new_empty(shard.shape, dtype=dtype))
-            parts.append(out[-1])
-        else:
-            out.append(shard.new_empty(numel, dtype=dtype))
-            out[-1][shard.numel() :].zero_()
-            parts.append(out[-1][: shard.numel()].view(shard.shape))
-    torch._foreach_copy_(parts, list(shards))
-    return out
-
-
 def unpack_weights(buffer: Tensor, ranks: int, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """Return the gathered members of a bucket: each (ranks * numel,), in an allocation of its own."""
     dtypes = as_dtypes(dtypes)
@@ -74,7 +34,7 @@ def unpack_weights(buffer: Tensor, ranks: int, numels: Sequence[int], dtypes: Se
         torch.split_with_sizes_copy(rows, list(numels), dim=1, out=out)  # one kernel on CUDA, as in FSDP2
     else:
         into = [each.view(buffer.dtype) for each in out]
-        parts = rows.split(_sizes(numels, dtypes), dim=1)
+        parts = rows.split(buffer_sizes(numels, dtypes), dim=1)
         torch._foreach_copy_(into, [part[:, : each.shape[1]] for part, each in zip(parts, into, strict=True)])
     return [each.view(-1) for each in out]
 
@@ -121,12 +81,13 @@ def _has_a_kernel(buffer: Tensor, gradients: Sequence[Tensor]) -> bool:
     return buffer.is_cuda and same and all(gradient.numel() for gradient in gradients)
 
 
-def _of_buffer(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+def buffer_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """Return the dtype of a buffer for members of these dtypes: bytes if they have several."""
     return dtypes[0] if len(set(dtypes)) == 1 else torch.uint8
 
 
-def _sizes(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
-    """Return the elements of the buffer that each member takes."""
+def buffer_sizes(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
+    """Return the elements of the buffer that each member takes, with what aligns the next one."""
     if len(set(dtypes)) == 1:
         return list(numels)
     sizes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]
@@ -134,8 +95,6 @@ def _sizes(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
 
 
 _SCHEMAS = {
-    pack_shards: "(Tensor[] shards, int[] numels, ScalarType[] dtypes) -> Tensor",
-    prepare_shards: "(Tensor[] shards, int[] numels, ScalarType[] dtypes) -> Tensor[]",
     unpack_weights: "(Tensor buffer, int ranks, int[] numels, ScalarType[] dtypes) -> Tensor[]",
     pack_gradients: "(Tensor[] gradients, int ranks, ScalarType dtype, float divisor=1.0) -> Tensor",
 }
@@ -144,7 +103,5 @@ for _function, _schema in _SCHEMAS.items():
     LIBRARY.define(_function.__name__ + _schema, tags=(torch.Tag.flexible_layout,))
     LIBRARY.impl(_function.__name__, _function, "CompositeExplicitAutograd")
 
-PACK_SHARDS = torch.ops.simplefsdp.pack_shards.default
-PREPARE_SHARDS = torch.ops.simplefsdp.prepare_shards.default
 UNPACK_WEIGHTS = torch.ops.simplefsdp.unpack_weights.default
 PACK_GRADIENTS = torch.ops.simplefsdp.pack_gradients.default

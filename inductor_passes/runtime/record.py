@@ -18,6 +18,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from inductor_passes.collectives import EXCHANGED, FQNS, WAIT
+from inductor_passes.ops.gather_shards import GATHER_SHARDS, GATHER_SHARDS_GROUP
 from inductor_passes.scheduling.issue_points import PlanError
 from inductor_passes.torch_compat.fx import size_hint
 
@@ -29,7 +30,7 @@ class RecordedCollective(NamedTuple):
     """Name of the functional operator, without the mark of in-place operators: ``"all_gather_into_tensor"``."""
     group: str
     about: str
-    """Dtype and elements of each input, options."""
+    """Dtype and elements of each tensor that a rank sends, options."""
     nbytes: int
     """Bytes of the whole tensors: a gather's output, other collectives' input."""
     fqns: tuple[str, ...]
@@ -132,6 +133,8 @@ def _sequence(steps: Iterable[Node]) -> tuple[tuple[RecordedCollective, ...], tu
 def is_collective(node: Node) -> bool:
     """Return whether ``node`` issues a functional collective, of this library or of the user."""
     target = node.target
+    if target in (GATHER_SHARDS, GATHER_SHARDS_GROUP):
+        return True
     return isinstance(target, OpOverload) and target.namespace == "_c10d_functional" and target is not WAIT
 
 
@@ -157,8 +160,13 @@ def _issued(node: Node) -> RecordedCollective:
     name = collective_name(node)
     inputs = [source.meta["val"] for source in tree_leaves(node.args) if isinstance(source, Node)]
     whole = tree_leaves(node.meta["val"]) if name.startswith("all_gather") else inputs
-    tensors = (f"{value.dtype}[{value.numel()}]".removeprefix("torch.") for value in inputs)
-    about = " ".join([*tensors, *map(str, node.args[1:-1])])
+    sent = [(value.dtype, value.numel()) for value in inputs]
+    options: Sequence[Any] = node.args[1:-1]
+    if node.target in (GATHER_SHARDS, GATHER_SHARDS_GROUP):  # ranks may have to pad shards to what all ranks send
+        numels, dtypes, *options = options
+        sent = [*zip(dtypes, numels, strict=True)]
+    tensors = (f"{dtype}[{numel}]".removeprefix("torch.") for dtype, numel in sent)
+    about = " ".join([*tensors, *map(str, options)])
     nbytes = sum(size_hint(value.numel()) * value.itemsize for value in whole)
     exchanged = (node.meta[EXCHANGED],) if EXCHANGED in node.meta else ()
     return RecordedCollective(name, str(node.args[-1]), about, nbytes, (*node.meta.get(FQNS, ()), *exchanged))

@@ -25,7 +25,7 @@ class CollectiveKind(NamedTuple):
     copy_s_per_byte: float = 0.0
     """Compute time of unpacking a bucket's weights, or of packing its gradients or shards."""
     shard: float = 0.0
-    """The part of the whole tensor that one rank has; shards of several members are packed before they are gathered."""
+    """The part of the whole tensor that one rank has."""
     issue_s_per_byte: float = 0.0
     """Compute time that is lost, besides, for each byte of the whole tensor, whatever runs meanwhile."""
     all_reduce_after: "CollectiveKind | None" = None
@@ -108,11 +108,13 @@ class Gather(NamedTuple):
     last_use_slot: int
     """The last step that reads the weight; the number of steps if the weight outlives the graph."""
     prepared: int = 0
-    """Bytes of the cast or padded copy of the shard that is gathered unpacked; 0 if the shard is gathered as it is."""
+    """Bytes of the shard that are cast or padded before they are sent; 0 if the shard is sent as it is."""
     dtype: str = ""
     """Dtype in which the weight is gathered."""
     mixes_dtypes: bool = False
     """Whether it can be in a group with gathers of other dtypes."""
+    held: int = 0
+    """Bytes of a copy of the shard, such as one on the device, that is in use until the gather is awaited."""
 
 
 class Reduction(NamedTuple):

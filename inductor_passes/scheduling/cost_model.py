@@ -39,6 +39,7 @@ from inductor_passes.fusion import (
     is_view,
     mixes_dtypes,
     own_collective,
+    shard_before_cast_and_pad,
     sources_of,
     storage_of,
     tensors_of,
@@ -345,6 +346,8 @@ def cost_graph_of(
         # Where rows do not divide, only some ranks pad theirs, but all must agree.
         uneven = any(user.target is _aten.slice.Tensor for user in gather.wait.users)
         prepared = _nbytes(gather.input) if uneven or storage_of(gather.input).op != "placeholder" else 0
+        sent_from = storage_of(shard_before_cast_and_pad(gather))
+        held = 0 if sent_from.op == "placeholder" else _nbytes(sent_from)
         dtype = str(gather.input.meta["val"].dtype)
         gathered[fqn] = Gather(
             fqn,
@@ -355,6 +358,7 @@ def cost_graph_of(
             prepared,
             dtype,
             mixes_dtypes(gather),
+            held,
         )
     return CostGraph(
         tuple(sum(seconds[begin:end]) for begin, end in steps),

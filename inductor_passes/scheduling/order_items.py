@@ -10,8 +10,9 @@ from typing import Literal, NamedTuple, cast
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from inductor_passes.collectives import ALL_GATHER, ALL_GATHER_GROUP, BUCKET, FQNS, GROUPS, WAIT, gathers_sums, received
+from inductor_passes.collectives import ALL_GATHER, BUCKET, FQNS, GROUPS, WAIT, gathers_sums, received
 from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SUMS
+from inductor_passes.ops.gather_shards import GATHER_SHARDS, GATHER_SHARDS_GROUP
 from inductor_passes.ops.pack import PACK_GRADIENTS, UNPACK_WEIGHTS
 from inductor_passes.scheduling.issue_points import Bucket
 
@@ -85,7 +86,7 @@ def order_item(node: Node, plain: OrderItem, sources: Sequence[int]) -> OrderIte
     if node.target in GROUPS or collective.target is operator.getitem:
         return _item_of_group(node, plain, sources)
     item = plain._replace(fqns=fqns, bucket=collective.meta.get(BUCKET))
-    if collective.target is ALL_GATHER and not gathers_sums(collective):
+    if collective.target is GATHER_SHARDS or (collective.target is ALL_GATHER and not gathers_sums(collective)):
         if node is collective:
             return item._replace(kind="gather")
         return item._replace(kind="gathered", weights=fqns if len(fqns) == 1 else ())
@@ -101,7 +102,7 @@ def _item_of_group(node: Node, plain: OrderItem, sources: Sequence[int]) -> Orde
     """Return the item of a group of collectives, of one of its results, or of the wait for a result."""
     part = _source(node) if node.target is WAIT else node
     group = _source(part) if part.target is operator.getitem else part
-    gathers = group.target is ALL_GATHER_GROUP
+    gathers = group.target is GATHER_SHARDS_GROUP
     item = plain._replace(fqns=part.meta[FQNS], bucket=part.meta.get(BUCKET))
     if node.target is WAIT:
         return item._replace(kind="gathered", weights=item.fqns) if gathers else item._replace(kind="reduced")

@@ -8,12 +8,13 @@
 Compute is a chain of steps that nobody reorders. In the slot before each step and behind the last, collectives are
 issued and awaited where ``issue_points.py`` says, as ``order.py`` does it. Collectives of one process group run one
 after the other, in the order of their issue; while one is under way, compute is slower, as ``contention`` says. The
-memory of a gathered weight is in use from the gather's issue until the last step that reads the weight, what was packed
-for the gather until the gather is awaited, a gradient from the step that makes it until its reduction is issued, and
-the reduction's input from there until the reduction is awaited. A bucket of several members that is not grouped is
-packed and unpacked by copies, which take compute time and, while they run, as many bytes again. In a wire format these
-copies encode and decode: a weight has the size of what is sent until it is awaited, and a reduction has a buffer of
-that size for what it sends and one for what it receives.
+memory of a gathered weight is in use from the gather's issue until the last step that reads the weight, and this rank
+sends its part from there; a gradient's from the step that makes it until its reduction is issued, and the reduction's
+input from there until the reduction is awaited. A bucket of several members that is not grouped is packed and unpacked
+by copies, which take compute time; unpacked weights and packed gradients take, while they are copied, as many bytes
+again. In a wire format these copies encode and decode: a weight has the size of what all ranks send until it is
+awaited, besides what this rank sends, and a reduction has a buffer of that size for what it sends and one for what it
+receives.
 """
 
 import math
@@ -43,7 +44,7 @@ class CollectiveSpan(NamedTuple):
     awaited: float = math.inf
     """When the wait for the collective began; infinite: not yet. The wait ends when the collective has finished."""
     held: int = 0
-    """Bytes of packed or prepared shards that are in use until the collective has finished."""
+    """Bytes of encoded or computed shards that are in use until the collective has finished."""
     copied: int = 0
     """Bytes of weights that are copied out of the collective's buffer once it is awaited."""
     parts: int = 1

@@ -55,9 +55,10 @@ def _gather_costs(gathers: Sequence[Gather], form: Form | None) -> tuple[GatherC
         grouped = form == "grouped" and are_grouped(mergeable)
         copies = (len(mergeable) > 1 and not grouped) or kind.wire_format is not None
         sent = kind.sent(nbytes)
-        held = made_from = sum(gather.prepared for gather in mergeable)
-        if copies:
-            held, made_from = round(sent * kind.shard), round(nbytes * kind.shard)
+        held = sum(gather.held for gather in mergeable)
+        if kind.wire_format is not None:
+            held += round(sent * kind.shard)
+        made_from = round(nbytes * kind.shard) if copies else sum(gather.prepared for gather in mergeable)
         fqns = tuple(gather.fqn for gather in mergeable)
         parts = len(mergeable) if grouped else 1
         packing_s = made_from * kind.copy_s_per_byte

@@ -1,8 +1,11 @@
 """Process groups, by the names under which functional collectives know them."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch._C._distributed_c10d import _register_work
 
 from inductor_passes.torch_compat.version import VERSION
 
@@ -22,6 +25,25 @@ def default_store() -> Any:
 def group_ranks(name: str) -> list[int]:
     """Return the global ranks of the process group that functional collectives call ``name``."""
     return torch.distributed.get_process_group_ranks(_group(name))
+
+
+def rank_in(name: str) -> int:
+    """Return this rank's number in the process group called ``name``."""
+    return int(_group(name).rank())
+
+
+def gather_into(gathered: Sequence[Tensor], sent: Sequence[Tensor], name: str) -> None:
+    """Begin to gather, over the process group called ``name``, what each rank sends; ``wait_tensor`` waits for it.
+
+    It is what ``_c10d_functional.all_gather_into_tensor_coalesced`` does with tensors that it allocates.
+
+    Args:
+        gathered: for each tensor that is sent, one that is as large as those of all ranks, one after the other.
+        sent: contiguous tensors; each may be this rank's part of what is gathered.
+    """
+    work = _group(name).allgather_into_tensor_coalesced(list(gathered), list(sent))
+    for tensor in gathered:
+        _register_work(tensor, work)
 
 
 def is_single_process_group(name: str) -> bool:

@@ -28,7 +28,8 @@ from simplefsdp.analysis.measurement import GraphRun, MeasuredCollective, Measur
 from simplefsdp.analysis.timeline_trace import add_measured_tracks
 
 _C10D = "_c10d_functional::"
-_WAIT = _C10D + "wait_tensor"
+_OF_SHARDS = "simplefsdp::all_gather_into_tensor"
+_WAIT = "wait_tensor"
 _AGREE = "simplefsdp::agree"
 _STEP = "simplefsdp.measure"
 
@@ -199,7 +200,7 @@ def _outermost(events: Iterator[Event]) -> Iterator[Event]:
     """Yield those functional collectives and waits of one thread that no other one has issued."""
     end = -math.inf
     for event in events:
-        if event.name.startswith(_C10D) and event.start >= end:
+        if event.name.startswith((_C10D, _OF_SHARDS)) and event.start >= end:
             end = event.end
             yield event
 
@@ -256,8 +257,8 @@ def _matched(
     waits: dict[int, Event] = {}
     for number in record.order:
         event = next(steps, None)
-        name = _WAIT if number < 0 else _C10D + record.issued[number].name
-        if event is None or event.name.removesuffix("_") != name:
+        name = _WAIT if number < 0 else record.issued[number].name
+        if event is None or event.name.split("::")[1].removesuffix("_") != name:
             raise RuntimeError(_OTHER_ORDER.format(record.direction, record.issued[number if number >= 0 else ~number]))
         if number < 0:
             waits.setdefault(~number, event)

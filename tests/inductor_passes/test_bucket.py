@@ -1,6 +1,7 @@
 """Merging keeps values, packs in order, and merges what may be merged."""
 
 from typing import Any
+from unittest import mock
 
 import expecttest
 import hypothesis.strategies as st
@@ -15,14 +16,24 @@ from torch.fx.node import map_arg
 
 from inductor_passes import bucket as bucket_pass
 from inductor_passes.bucket import assign, bucket
-from inductor_passes.collectives import ALL_GATHER_GROUP, ALL_TO_ALL, FQNS, GROUPS, gathers, groups, reductions
-from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS, PREPARE_SHARDS
+from inductor_passes.collectives import (
+    ALL_TO_ALL,
+    FQNS,
+    REDUCE_SCATTER_GROUP,
+    gathers,
+    gathers_of_shards,
+    groups,
+    reductions,
+)
+from inductor_passes.ops import gather_shards
+from inductor_passes.ops.gather_shards import GATHER_SHARDS, GATHER_SHARDS_GROUP
+from inductor_passes.ops.pack import PACK_GRADIENTS
 from inductor_passes.runtime.graph_dump import render_graph
 from inductor_passes.runtime.record import record_graph, recorded_sequence
 from inductor_passes.scheduling.issue_points import Bucket, Form, PlanError
 from inductor_passes.scheduling.order_items import parts_of
 from simplefsdp import simple_fsdp
-from tests.graphs import ALL_GATHER, REDUCE_SCATTER, WAIT, capture, fqns, nodes
+from tests.graphs import ALL_GATHER, GATHERS, REDUCE_SCATTER, WAIT, capture, fqns, nodes
 from tests.models import batch, tiny_llama
 
 RANKS = 3
@@ -45,12 +56,20 @@ class SameOnEveryRank(Interpreter):
             source, received, sent, _ = args
             assert received == sent == [source.numel() // RANKS] * RANKS
             return torch.cat([source.chunk(RANKS)[self.rank]] * RANKS)
-        if target in GROUPS:
-            one = ALL_GATHER if target is ALL_GATHER_GROUP else REDUCE_SCATTER
-            return [self.call_function(one, (each, *args[1:]), kwargs) for each in args[0]]
+        if target is REDUCE_SCATTER_GROUP:
+            return [self.call_function(REDUCE_SCATTER, (each, *args[1:]), kwargs) for each in args[0]]
+        if target in (GATHER_SHARDS, GATHER_SHARDS_GROUP):
+            with mock.patch.multiple(gather_shards, gather_into=self.gather_into, rank_in=lambda _: self.rank):
+                return super().call_function(target, args, kwargs)
         if target is WAIT:
             return args[0]
         return super().call_function(target, args, kwargs)
+
+    def gather_into(self, gathered: list[torch.Tensor], sent: list[torch.Tensor], _group: str) -> None:
+        for whole, part in zip(gathered, sent, strict=True):
+            start = whole.storage_offset() + self.rank * part.numel()
+            assert part.untyped_storage()._cdata != whole.untyped_storage()._cdata or part.storage_offset() == start
+            whole.view(RANKS, -1).copy_(part.clone().flatten())
 
 
 Spec = tuple[str, list[int], torch.dtype, str, int]
@@ -129,7 +148,7 @@ def test_any_buckets_give_the_same_values(specs, data, form):
     torch.testing.assert_close(run(graph, inputs), expected, rtol=0, atol=0)
 
     merged = [set(c.fqns) for c in [*gathers(graph), *reductions(graph)]]
-    merged += [set(node.meta[FQNS]) for node in groups(graph)]
+    merged += [set(node.meta[FQNS]) for node in [*groups(graph), *gathers_of_shards(graph)]]
     for group in buckets:
         mergeable = {}
         for fqn in group:
@@ -138,12 +157,12 @@ def test_any_buckets_give_the_same_values(specs, data, form):
             mergeable.setdefault((kind, None if kind == "gather" else dtype, process_group), set()).add(fqn)
         assert all(members in merged for members in mergeable.values())
     assert sum(map(len, merged)) == len(specs)
-    for packed in [*nodes(graph, PACK_SHARDS), *nodes(graph, PREPARE_SHARDS), *nodes(graph, PACK_GRADIENTS)]:
-        assert all(node.op == "placeholder" for node in packed.args[0]), "casts and pads are part of the copy"
+    for packed in nodes(graph, ALL_GATHER, GATHER_SHARDS, GATHER_SHARDS_GROUP, PACK_GRADIENTS):
+        assert all(node.op == "placeholder" for node in packed.all_input_nodes), "casts and pads are part of the copy"
     if form == "packed":
         assert not groups(graph)
     else:
-        for fqns in (set(node.meta[FQNS]) for node in nodes(graph, ALL_GATHER)):
+        for fqns in (set(node.meta[FQNS]) for node in nodes(graph, *GATHERS)):
             assert len(fqns) == 1 or len({specs[int(fqn[1:])][2] for fqn in fqns}) > 1, "several dtypes are packed"
         copied = {fqn for pack in nodes(graph, PACK_GRADIENTS) for fqn in packed_fqns(pack)}
         assert all(specs[int(fqn[1:])][2] is not torch.float32 or specs[int(fqn[1:])][4] for fqn in copied)
@@ -157,7 +176,7 @@ def test_gathers_of_several_dtypes_are_a_group_with_nccl_alone(device: str, form
     merge(graph, ["p0", "p1"], form="grouped")
     dtypes = [result.meta["val"].dtype for node in groups(graph) for result in node.users]
     assert dtypes == ([torch.float32, torch.bfloat16] if form == "grouped" else [])
-    assert len(nodes(graph, PACK_SHARDS)) == (form == "packed")
+    assert len(nodes(graph, GATHER_SHARDS)) == (form == "packed")
 
 
 def packed_fqns(pack: Node) -> tuple[str, ...]:
@@ -203,7 +222,7 @@ def test_slices_pads_and_casts_of_the_user_stay_in_the_graph(steps: list[tuple[A
 def test_a_bucket_packs_in_its_own_order_and_skips_what_is_not_there():
     graph, _ = chains([GATHER] * 3)
     merge(graph, ["p2", "absent", "p0"], ["p1"])
-    assert sorted(fqns(graph, ALL_GATHER)) == [("p1",), ("p2", "p0")]
+    assert sorted(fqns(graph, *GATHERS)) == [("p1",), ("p2", "p0")]
 
 
 @pytest.mark.usefixtures("one_of_four")
@@ -301,8 +320,7 @@ class TestGraphs(expecttest.TestCase):
             """\
 x0: float32[1, 3] = input
 x1: float32[4] = input
-pack_shards_default: float64[10] = torch.ops.simplefsdp.pack_shards.default([x0, x1], [6, 4], [torch.float64, torch.float64])
-all_gather_into_tensor_default_2: float64[30] = torch.ops._c10d_functional.all_gather_into_tensor.default(pack_shards_default, 3, 0)  # p0, p1
+all_gather_into_tensor_default_2: float64[30] = torch.ops.simplefsdp.all_gather_into_tensor.default([x0, x1], [6, 4], [torch.float64, torch.float64], 3, 0)  # p0, p1
 wait_tensor_default_2: float64[30] = torch.ops._c10d_functional.wait_tensor.default(all_gather_into_tensor_default_2)
 unpack_weights_default = torch.ops.simplefsdp.unpack_weights.default(wait_tensor_default_2, 3, [6, 4], [torch.float64, torch.float64])
 getitem: float64[18] = operator.getitem(unpack_weights_default, 0)

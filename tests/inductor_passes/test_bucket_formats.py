@@ -11,11 +11,12 @@ from torch.fx import Graph
 from inductor_passes.bucket import assign, bucket, choose_formats
 from inductor_passes.collectives import ALL_TO_ALL, FQNS, TWO_STEPS, WIRE_FORMAT, TwoSteps, gathers, reductions
 from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS
-from inductor_passes.ops.pack import PACK_GRADIENTS, PACK_SHARDS
+from inductor_passes.ops.gather_shards import GATHER_SHARDS
+from inductor_passes.ops.pack import PACK_GRADIENTS
 from inductor_passes.ops.wire_formats import DTYPES, GATHER_FORMATS, REDUCE_FORMATS
 from inductor_passes.scheduling.issue_points import Bucket
 from inductor_passes.scheduling.order_items import graph_items
-from tests.graphs import ALL_GATHER, REDUCE_SCATTER, copy, nodes
+from tests.graphs import GATHERS, REDUCE_SCATTER, copy, nodes
 from tests.inductor_passes.test_bucket import SPEC, chains, run
 
 pytestmark = pytest.mark.usefixtures("one_of_four")
@@ -54,9 +55,7 @@ def test_any_buckets_give_the_values_of_members_alone(specs, data):
     together = carried_out(graph, buckets)
     torch.testing.assert_close(run(together, inputs), alone, rtol=0, atol=0)
 
-    carried = {
-        node.meta[FQNS]: node for target in (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL) for node in nodes(graph, target)
-    }
+    carried = {node.meta[FQNS]: node for node in nodes(graph, *GATHERS, REDUCE_SCATTER, ALL_TO_ALL)}
     assert sorted(fqn for members in carried for fqn in members) == sorted(fqns)
     for members, node in carried.items():
         kinds = {(forms[fqn], *(specs[int(fqn[1:])][i] for i in (0, 3))) for fqn in members}
@@ -105,7 +104,7 @@ def test_roles_in_communication_are_those_of_packed_buckets():
                 collective.node.meta[WIRE_FORMAT] = form
         carried_out(graph, [["p0", "p1"], ["p2", "p3"]])
         found, items = graph_items(graph)
-        assert bool(nodes(graph, PACK_SHARDS) or nodes(graph, PACK_GRADIENTS)) == (form is None)
+        assert bool(nodes(graph, GATHER_SHARDS, PACK_GRADIENTS)) == (form is None)
         roles.append([(item.kind, item.fqns, item.weights) for item in items if item.kind != "compute" or item.weights])
         packs = [item for item in items if item.kind == "pack"]
         assert [[fqn for _, fqn in item.gradients] for item in packs] == [["p2", "p3"]]

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from inductor_passes.cast_before_gather import cast_before_gather
 from inductor_passes.collectives import ALL_GATHER, ALL_REDUCE, FQNS, WAIT
-from inductor_passes.ops.pack import PACK_SHARDS
+from inductor_passes.ops.gather_shards import GATHER_SHARDS
 from inductor_passes.torch_compat.fx import insert_call
 from simplefsdp import WireFormat, simple_fsdp
 from tests.compare import whole
-from tests.graphs import Captured, capture, nodes
+from tests.graphs import GATHERS, Captured, capture, nodes
 from tests.models import PROFILE
 from tests.ranks import Ranks
 
@@ -89,12 +89,11 @@ def captured(model: nn.Module, width: int = 8, plan: Any = "block", **options: A
 
 
 def travels(graph: Graph) -> dict[str, torch.dtype]:
-    """The dtype in which each weight of a graph is packed, or gathered."""
+    """The dtype in which each weight of a graph is gathered."""
     found: dict[str, torch.dtype] = {}
-    for node in nodes(graph, ALL_GATHER):
-        source: Any = node.all_input_nodes[0]
-        packed = source.args[2] if source.target is PACK_SHARDS else [node.meta["val"].dtype]
-        found.update(zip(node.meta[FQNS], packed, strict=True))
+    for node in nodes(graph, *GATHERS):
+        dtypes: Any = node.args[2] if node.target is GATHER_SHARDS else [node.meta["val"].dtype]
+        found.update(zip(node.meta[FQNS], dtypes, strict=True))
     return found
 
 
@@ -114,7 +113,7 @@ class TestGraphs:
             (all_reduce,) = [node for node in nodes(graph, ALL_REDUCE) if FQNS not in node.meta]
             assert all_reduce.args[1] == "max"
             assert all_reduce.meta["val"].dtype is torch.bfloat16
-            assert all(all_reduce < gather for gather in nodes(graph, ALL_GATHER))
+            assert all(all_reduce < gather for gather in nodes(graph, *GATHERS))
         assert nodes(graphs.forward, ALL_REDUCE)[0].meta["val"].numel() == 2
         assert not [node for node in graphs.forward.nodes if _is_whole_in(node, torch.bfloat16)]
 
@@ -178,13 +177,13 @@ class TestGraphs:
         graphs = captured(simple_fsdp(model, reshard_after_forward=False))
         saved = [node for node in graphs.forward.output_node().all_input_nodes if _elements(node) == 30]
         assert [node.meta["val"].dtype for node in saved] == [dtype], "backward reads the second weight alone"
-        assert not nodes(graphs.backward, ALL_GATHER)
+        assert not nodes(graphs.backward, *GATHERS)
         assert not [node for node in nodes(graphs.backward, ALL_REDUCE) if FQNS not in node.meta]
 
     def test_a_kept_weight_that_backward_casts_once_more_travels_as_it_is(self) -> None:
         graphs = captured(simple_fsdp(float8(8, 6, 5), reshard_after_forward=False))
         assert travels(graphs.forward) == {"0.weight": torch.uint8, "1.weight": torch.float32}
-        assert not nodes(graphs.backward, ALL_GATHER)
+        assert not nodes(graphs.backward, *GATHERS)
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.float8_e4m3fn), ("cpu", torch.uint8)])

@@ -1,3 +1,6 @@
+import functools
+from collections.abc import Callable
+
 import pytest
 
 from simplefsdp.null_gpu.launch import null_device
@@ -7,7 +10,27 @@ if null_device() is None:  # these tests need a CUDA build of torch: make test-g
     collect_ignore_glob = ["test_*.py"]
 
 
-@pytest.fixture(scope="session", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in CASES])
-def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Step:
-    """A logged step of each case of ``CASES``; tests of one case run in one process."""
-    return run_step(request.param, tmp_path_factory.mktemp("report"))
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let pytest-xdist run the tests of a case in one process, which compiles the case once for all of them."""
+    for item in items:
+        case = getattr(item, "callspec", None)
+        if case and (name := case.params.get("step") or case.params.get("steps")):
+            item.add_marker(pytest.mark.xdist_group(name.removesuffix("-flat")))
+
+
+@pytest.fixture(scope="session")
+def logged_step(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Step]:
+    """``run_step``, which runs a case once for all modules: those of one case run one after the other."""
+
+    @functools.lru_cache(maxsize=2)
+    def logged(name: str) -> Step:
+        return run_step(name, tmp_path_factory.mktemp("report"))
+
+    return logged
+
+
+@pytest.fixture(scope="session", params=CASES)
+def step(request: pytest.FixtureRequest, logged_step: Callable[[str], Step]) -> Step:
+    """A logged step of each case of ``CASES``."""
+    return logged_step(request.param)

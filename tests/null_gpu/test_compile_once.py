@@ -2,23 +2,21 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from simplefsdp.null_gpu.log import Collective, Event, Kernel, Matmul, Wait
-from tests.null_gpu.steps import FLAT_CASES, LLAMA, Step, run_step
+from tests.null_gpu.steps import FLAT_CASES, LLAMA, Step
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in FLAT_CASES])
-def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Step, Step]:
+@pytest.fixture(scope="module", params=FLAT_CASES)
+def steps(request: pytest.FixtureRequest, logged_step: Callable[[str], Step]) -> tuple[Step, Step]:
     """A logged step with blocks that are compiled once, and one with blocks that are compiled one by one."""
-    flat = request.param
-    shared = flat.removesuffix("-flat")
-    return run_step(shared, tmp_path_factory.mktemp("shared")), run_step(flat, tmp_path_factory.mktemp("flat"))
+    return logged_step(request.param.removesuffix("-flat")), logged_step(request.param)
 
 
 def requests(events: Sequence[Event]) -> list[Any]:

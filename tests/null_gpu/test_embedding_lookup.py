@@ -1,20 +1,20 @@
 """Requests of a step that exchanges tokens and embeddings in place of the weight: transfers, syncs, kernels, memory."""
 
+from collections.abc import Callable
+
 import pytest
 
 from simplefsdp.null_gpu.log import DEFAULT_STREAM, Collective, Communication, Event, communications, host_waits
-from tests.null_gpu.steps import LOOKUP_CASES, SEQ, Step, run_step
+from tests.null_gpu.steps import LOOKUP_CASES, SEQ, Step
 
 pytestmark = pytest.mark.slow
 
 WEIGHT = "tok_embeddings.weight"
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in LOOKUP_CASES]
-)
-def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Step:
-    return run_step(request.param, tmp_path_factory.mktemp("report"))
+@pytest.fixture(scope="module", params=LOOKUP_CASES)
+def step(request: pytest.FixtureRequest, logged_step: Callable[[str], Step]) -> Step:
+    return logged_step(request.param)
 
 
 def exchanges(events: list[Event]) -> list[Communication]:

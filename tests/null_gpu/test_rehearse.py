@@ -16,7 +16,7 @@ from simplefsdp.cli import main as cli
 from simplefsdp.null_gpu.clock import SHORTEST_KERNEL_S
 from simplefsdp.null_gpu.rank import communicators, null_rank
 
-pytestmark = [pytest.mark.xdist_group("rehearse"), pytest.mark.compile]
+pytestmark = pytest.mark.compile
 DEBUG = "--model llama3-debug --layers 2 --seq 256 --simulate"
 
 

@@ -1,6 +1,7 @@
 """Requests of a compiled step to a GPU, against its plan: collectives, streams, order, copies, syncs, memory."""
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -115,6 +116,12 @@ def as_expected(found: Iterable[Communication]) -> list[list[Expected]]:
     return [[Expected(call.operation, call.dtype, call.elements, call.ranks) for call in one.calls] for one in found]
 
 
+def test_tests_of_a_case_are_a_group_that_one_process_runs(step: Step, request: pytest.FixtureRequest) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("there is only one process")
+    assert request.node.nodeid.endswith(f"@{step.name}")
+
+
 def test_collectives_are_those_of_the_plan(step: Step) -> None:
     """Kind, dtype, elements and ranks of each collective and group, in the order in which the plan issues them."""
     forward, backward = (as_expected(ours(events, step.case)) for events in parts(step).values())
@@ -171,7 +178,7 @@ def launched(events: Sequence[Event]) -> Iterator[str]:
 CALLS = re.compile(
     r"^\s+(?!del )(?:.* = )?(?:"
     r"(?P<kernel>triton_\w+)\.run\(|extern_kernels\.(?P<matmul>mm|addmm|bmm|baddbmm)(?:_dtype)?\(|"
-    r"torch\.ops\._c10d_functional\.(?P<collective>all_gather_into_tensor|reduce_scatter_tensor|all_reduce|wait_tensor)"
+    r"torch\.ops\.(?:_c10d_functional|simplefsdp)\.(?P<collective>all_gather_into_tensor|reduce_scatter_tensor|all_reduce|wait_tensor)"
     r"(?:_coalesced|_out|_)?\.)",
     re.MULTILINE,
 )
@@ -256,14 +263,11 @@ SEVERAL_COPIES = {
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_bucket_costs_one_kernel_before_its_collective_and_one_behind_the_wait(step: Step, direction: str) -> None:
-    """A group costs one kernel if its shards are cast, and none behind the wait.
-
-    A bucket of one costs no kernel of torch's: what casts or pads its member is a kernel of Triton's.
-    """
+    """A group, and a bucket of one, cost one kernel if their shards are cast, and none behind the wait."""
     if step.name in SEVERAL_COPIES:
         pytest.skip(SEVERAL_COPIES[step.name])
     plan = planned_buckets(step)
-    gathers = Counter(bucket.form for bucket in getattr(plan, direction) if len(bucket.fqns) > 1)
+    gathers = Counter(bucket.form if len(bucket.fqns) > 1 else "one" for bucket in getattr(plan, direction))
     reductions = [bucket for bucket in plan.reductions if len(bucket.fqns) > 1] if direction == "backward" else []
     packed = [each for each in reductions if each.form == "packed" or not all(in_place(step, f) for f in each.fqns)]
     casts = step.case.policy.param_dtype is not None
@@ -272,7 +276,8 @@ def test_a_bucket_costs_one_kernel_before_its_collective_and_one_behind_the_wait
         kinds.append("direct_copy")
     names = [event.what.name for event in parts(step)[direction] if isinstance(event.what, Kernel)]
     copies = [each for each in names if any(kind in each for kind in kinds)]
-    assert len(copies) == 2 * gathers["packed"] + casts * gathers["grouped"] + len(packed), Counter(copies)
+    of_gathers = 2 * gathers["packed"] + casts * (gathers["grouped"] + gathers["one"])
+    assert len(copies) == of_gathers + len(packed), Counter(copies)
 
 
 def test_matmuls_cast_gradients_where_their_buckets_are_grouped(step: Step) -> None:

@@ -2,21 +2,21 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from inductor_passes.ops.wire_formats import FORMATS
 from simplefsdp.null_gpu.log import DEFAULT_STREAM, Communication, Event, Kernel, communications, host_waits
 from simplefsdp.plan.bucket_plan import Bucket
-from tests.null_gpu.steps import WIRE_CASES, Step, run_step
+from tests.null_gpu.steps import WIRE_CASES, Step
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in WIRE_CASES])
-def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Step:
-    return run_step(request.param, tmp_path_factory.mktemp("report"))
+@pytest.fixture(scope="module", params=WIRE_CASES)
+def step(request: pytest.FixtureRequest, logged_step: Callable[[str], Step]) -> Step:
+    return logged_step(request.param)
 
 
 def encoded(step: Step, bucket: Bucket, wire_format: str) -> int:

@@ -40,9 +40,10 @@ def cost_graphs(draw: st.DrawFn, gathers: int, reductions: int, channels: int = 
         tuple(draw(st.integers(0, 2)) for _ in range(steps + 1)),
         tuple(
             Gather(
-                f"g{i}", kind, nbytes, first_use, min(steps, last), draw(st.sampled_from([0, int(nbytes * kind.shard)]))
+                f"g{i}", kind, nbytes, first_use, min(steps, last), prepared, held=draw(st.sampled_from([0, prepared]))
             )
             for i, (kind, nbytes, first_use, last) in enumerate(members)
+            for prepared in [draw(st.sampled_from([0, int(nbytes * kind.shard)]))]
         ),
         tuple(
             Reduction(f"r{i}", draw(st.sampled_from(reducing)), draw(size), slot, draw(st.integers(0, 1)))

@@ -98,7 +98,11 @@ def test_none_that_is_faster_keeps_within_the_budget(graph: CostGraph, spare: in
 
 def test_a_bucket_gives_a_member_to_the_next_though_no_step_between_is_better() -> None:
     kind = CollectiveKind("0", alpha_s=1.0, s_per_byte=1.0, issue_s=0.05, copy_s_per_byte=0.1, shard=0.5)
-    gathers = (Gather("g0", kind, 3, 2, 2, 1), Gather("g1", kind, 2, 3, 4, 1), Gather("g2", kind, 3, 3, 4))
+    gathers = (
+        Gather("g0", kind, 3, 2, 2, 1, held=1),
+        Gather("g1", kind, 2, 3, 4, 1, held=1),
+        Gather("g2", kind, 3, 3, 4),
+    )
     graph = CostGraph((0.2, 1.0, 0.2, 1.0, 0.2), (3, 1, 0, 4, 2), (1, 1, 1, 0, 1, 1), gathers, ())
     found = search_schedule(graph, 13)
     assert found is not None
@@ -117,7 +121,8 @@ def test_gathers_of_one_slot_are_issued_before_it_together_though_one_alone_save
     kind = CollectiveKind("0", alpha_s=0.0, s_per_byte=0.1, shard=0.5)
     sizes = ((1, 1, 0), (1, 1, 0), (2, 1, 1), (1, 2, 0))
     gathers = tuple(
-        Gather(f"g{i}", kind, nbytes, first_use, first_use, more) for i, (nbytes, first_use, more) in enumerate(sizes)
+        Gather(f"g{i}", kind, nbytes, first_use, first_use, held=more)
+        for i, (nbytes, first_use, more) in enumerate(sizes)
     )
     graph = CostGraph((0.2,) * 4, (0,) * 4, (0, 1, 0, 0, 0), gathers, ())
     assert least_memory_schedule(graph).timeline.peak == 5

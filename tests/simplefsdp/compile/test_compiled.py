@@ -34,8 +34,8 @@ def collectives_run(fn: Callable[[], Any]) -> tuple[int, int]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         fn()
     names = [event.name for event in profile.events() or []]
-    kinds = ("all_gather_into_tensor", "reduce_scatter_tensor")
-    return tuple(names.count(f"_c10d_functional::{kind}") for kind in kinds)  # type: ignore[return-value]
+    gathers = sum(names.count(f"{library}::all_gather_into_tensor") for library in ("_c10d_functional", "simplefsdp"))
+    return gathers, names.count("_c10d_functional::reduce_scatter_tensor")
 
 
 def step_counts(model: nn.Module, forward: Callable[..., Tensor]) -> list[tuple[int, int]]:

@@ -261,4 +261,4 @@ def test_bottom_up_gives_names_and_buckets_of_the_whole() -> None:
     assert [p.simple_fsdp_info.fqn for p in model.parameters()] == [name for name, _ in model.named_parameters()]
     assert {p.simple_fsdp_info.communication.reshard_after_forward for p in model.layers.parameters()} == {False}
     captured = graphs.capture(model, *batch(0, 0), plan="block")
-    assert [len(names) for names in graphs.fqns(captured.forward, graphs.ALL_GATHER)] == [1, 9, 9, 9, 1]
+    assert [len(names) for names in graphs.fqns(captured.forward, *graphs.GATHERS)] == [1, 9, 9, 9, 1]

@@ -154,7 +154,7 @@ def _is_copied_where_it_belongs(graph: Graph) -> None:
         if "mm" in str(node.target):
             computed.append(1)
     assert computed
-    for gather in graphs.nodes(graph, graphs.ALL_GATHER):
+    for gather in graphs.nodes(graph, *graphs.GATHERS):
         copies = [node for node in _above(gather) if node.target is TO_DEVICE]
         assert copies
         assert {at[each] for each in copies} == {at[gather]}

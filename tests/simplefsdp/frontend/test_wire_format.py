@@ -213,7 +213,7 @@ def _inductor(folder: str) -> None:
     if dist.get_rank() == 0:
         (forward,) = Path(folder).glob("*/*_forward_after_bucket.txt")
         (backward,) = Path(folder).glob("*/*_backward_after_bucket.txt")
-        assert "pack_shards" not in forward.read_text()
+        assert "simplefsdp.all_gather_into_tensor" not in forward.read_text()
         assert "all_to_all_single" in backward.read_text()
         assert "reduce_scatter" not in backward.read_text()
 

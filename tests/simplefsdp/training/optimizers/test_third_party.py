@@ -1,6 +1,7 @@
 """Every optimizer of the package pytorch-optimizer: where it is stepped, to the values that one process has."""
 
 import functools
+import itertools
 import re
 import warnings
 from pathlib import Path
@@ -31,14 +32,20 @@ def vectors_and_matrices(model: nn.Module) -> list[Any]:
     return [param for param in model.parameters() if param.ndim in (1, 2) and param.dtype == torch.float32]
 
 
-def compare() -> dict[str, list[str]]:
-    """Return names by row, having compared those that are accepted with one process for 20 steps."""
+def compare(*modes: str) -> dict[str, list[str]]:
+    """Return names by row, having compared those that are accepted with one process for 20 steps.
+
+    Args:
+        modes: how the models are sharded: that of each optimizer in turn.
+    """
     warnings.simplefilter("ignore")
     rows: dict[str, list[str]] = {}
-    shard = MODES["fully"]
+    next_mode = itertools.cycle(modes)
     for name, kind in sorted(vars(pytorch_optimizer).items()):
         if not (isinstance(kind, type) and issubclass(kind, optim.Optimizer)) or kind in vars(optim).values():
             continue
+        mode = next(next_mode)
+        shard = MODES[mode]
         plain, model = Model(0), shard(Model(0))
         try:
             make: Any = functools.partial(kind)
@@ -60,14 +67,25 @@ def compare() -> dict[str, list[str]]:
         try:
             assert_same_values(shard, plain, model)
         except AssertionError as error:
-            raise AssertionError(f"{name} on rank {dist.get_rank()}: {error}") from None
+            raise AssertionError(f"{name}, {mode}, on rank {dist.get_rank()}: {error}") from None
     return rows
+
+
+def assert_as_on_the_page(found: dict[str, list[str]]) -> None:
+    table = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", PAGE.read_text(), re.MULTILINE))
+    expected = {row: ", ".join(names) for row, names in sorted(found.items())}
+    assert {row: table.get(row) for row in expected} == expected
 
 
 @pytest.mark.slow
 def test_third_party_optimizers_have_the_values_of_one_process_and_are_where_the_page_says(two_ranks: Ranks) -> None:
-    found, other = two_ranks.run(compare)
+    found, other = two_ranks.run(compare, "fully")
     assert found == other
-    table = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", PAGE.read_text(), re.MULTILINE))
-    expected = {row: ", ".join(names) for row, names in sorted(found.items())}
-    assert {row: table.get(row) for row in expected} == expected
+    assert_as_on_the_page(found)
+
+
+@pytest.mark.slow
+def test_third_party_optimizers_have_the_values_of_one_process_however_four_ranks_shard(four_ranks: Ranks) -> None:
+    found, *others = four_ranks.run(compare, "tensor parallel", "hybrid", "replicate", "columns", "offload")
+    assert others == [found] * 3
+    assert_as_on_the_page(found)
