@@ -39,9 +39,10 @@ def gather_into(gathered: Sequence[Tensor], sent: Sequence[Tensor], name: str) -
 
     Args:
         gathered: for each tensor that is sent, one that is as large as those of all ranks, one after the other.
-        sent: contiguous tensors; each may be this rank's part of what is gathered.
+        sent: contiguous tensors of any shape; each may be this rank's part of what is gathered.
     """
-    work = _group(name).allgather_into_tensor_coalesced(list(gathered), list(sent))
+    whole, parts = ([tensor.view(-1) for tensor in tensors] for tensors in (gathered, sent))
+    work = _group(name).allgather_into_tensor_coalesced(whole, parts)
     for tensor in gathered:
         _register_work(tensor, work)
 

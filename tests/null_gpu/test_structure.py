@@ -237,6 +237,21 @@ def test_memory_of_a_collective_is_not_given_away_before_its_wait(step: Step) ->
                     assert not [other for other in meanwhile if other[0] < end and begin < other[1]]
 
 
+def test_cast_shards_are_sent_from_their_place_in_what_is_gathered(step: Step) -> None:
+    """The rank is the first one of its groups, so its part of what is gathered begins where that begins."""
+    gathers = [
+        call
+        for events in parts(step).values()
+        for one in ours(events, step.case)
+        for call in one.calls
+        if call.operation == "all_gather"
+    ]
+    if step.case.policy.param_dtype is None or step.case.plan == "none":
+        pytest.skip("shards may be sent as they are")
+    assert gathers or step.case.settings.get("mode") == "replicate"
+    assert all(call.send == call.receive for call in gathers)
+
+
 def test_the_host_never_waits_in_forward_or_backward(step: Step) -> None:
     """But for gradients that are copied to CPU, one blocking copy each, and for the end of an accumulation: the ranks
     ask each other whether any has a gradient left that this backward did not reach."""
