@@ -21,13 +21,8 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_passes.cast_before_gather import saved_for_backward
-from inductor_passes.collectives import (
-    GraphParameter,
-    device_copies_of_replicated,
-    gathers,
-    is_deterministic,
-    source_chain,
-)
+from inductor_passes.collectives import GraphParameter, gathers, is_deterministic, source_chain
+from inductor_passes.identify import device_copies_of_replicated
 from inductor_passes.torch_compat.aot_autograd import tangents
 
 # The partitioner saves what lies between two checkpointed regions: a recomputed node whose user has a larger id.

@@ -55,7 +55,7 @@ class BucketExplanation:
     nbytes: int
     """Bytes of the full weights or gradients."""
     held_bytes: int
-    """Bytes of the full weights or gradients, and of the shards that are packed to be gathered."""
+    """Bytes of the full weights or gradients, and of copies of shards that are sent from elsewhere."""
     held_s: float
     """Seconds from the issue until the last weight was read for the last time, or the last gradient reduced."""
     issued_s: float
@@ -225,6 +225,11 @@ class Explanation:
             f"  memory       peak {gib(predicted.peak_bytes)}{limit}, {gib(predicted.resident_bytes)} of it shards "
             "and the optimizer's state",
         ]
+        if exchanges := sum(len(graph.exchanges) for graph in graphs):
+            lines.append(
+                f"  exchanges    {exchanges} of an embedding's tokens or rows in place of its weight: "
+                "each waits for the collectives under way"
+            )
         if (measured := self.measurement) is not None:
             off = predicted.step_s / measured.step_s - 1
             lines.append(

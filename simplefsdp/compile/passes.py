@@ -14,9 +14,10 @@ from inductor_passes.accumulate_once import accumulate_once
 from inductor_passes.bucket import assign, bucket, choose_formats, let_none_work_in_place_on_the_input_of_another
 from inductor_passes.cast_before_gather import cast_before_gather
 from inductor_passes.checkpoints import take_gathers_out
-from inductor_passes.collectives import GraphParameter, identify, reductions
+from inductor_passes.collectives import GraphParameter, reductions
 from inductor_passes.compile_once import compile_once, render_bodies
 from inductor_passes.fusion_order import put_fused_together
+from inductor_passes.identify import identify
 from inductor_passes.matmul_casts import cast_in_matmuls, cast_what_is_encoded
 from inductor_passes.ops.call import calls_traced, inline
 from inductor_passes.order import order_graph

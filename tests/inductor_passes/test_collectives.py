@@ -13,7 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
-from inductor_passes.collectives import gathers, identify, is_deterministic, reductions, source_chain
+from inductor_passes.collectives import gathers, is_deterministic, reductions, source_chain
+from inductor_passes.identify import identify
 from inductor_passes.torch_compat.aot_autograd import parameter_gradients, parameter_inputs
 from simplefsdp import simple_fsdp
 from tests.graphs import ALL_GATHER, ALL_REDUCE, PARTITIONERS, REDUCE_SCATTER, WAIT, capture, copy, fqns, nodes

@@ -227,3 +227,13 @@ def test_a_group_of_collectives_is_shown_as_one() -> None:
         found = explain(BucketPlan((bucket,), (), (), (), tuple((fqn, (2,)) for fqn in fqns)), costs)
         assert [(one.group, one.communication_s) for one in found.buckets] == [(members, seconds)]
         assert ("a group of 3" in found.text()) == (form == "grouped")
+
+
+def test_exchanges_of_embeddings_are_counted() -> None:
+    kind = CollectiveKind("0", 1.0, 0.0)
+    weight = Gather("w", kind, 8, first_use_slot=1, last_use_slot=1)
+    plan = BucketPlan((Bucket(("w",), None, "w"),), (), (), (), (("w", (2,)),))
+    for exchanges in ((), (0,)):
+        forward = CostGraph((4.0, 4.0), (0, 0), (0, 0, 0), (weight,), (), exchanges=exchanges)
+        costs = StepCosts("test", forward, CostGraph((), (), (0,), (), ()), 0, 0.0, 1e9)
+        assert ("  exchanges    1 of an embedding's tokens" in explain(plan, costs).summary()) == bool(exchanges)
