@@ -14,8 +14,8 @@ if null_device() is None:  # these tests need a CUDA build of torch: make test-g
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let pytest-xdist run the tests of a case in one process, which compiles the case once for all of them."""
     for item in items:
-        case = getattr(item, "callspec", None)
-        if case and (name := case.params.get("step") or case.params.get("steps")):
+        if isinstance(item, pytest.Function) and "logged_step" in item.fixturenames:
+            (name,) = (item.callspec.params[fixture] for fixture in ("step", "steps") if fixture in item.fixturenames)
             item.add_marker(pytest.mark.xdist_group(name.removesuffix("-flat")))
 
 
