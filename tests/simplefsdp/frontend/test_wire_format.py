@@ -18,7 +18,7 @@ from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADI
 from simplefsdp import WireFormat, simple_fsdp
 from tests import zoo
 from tests.compare import trained_to_the_bits_of_eager, vectors, whole
-from tests.graphs import ALL_GATHER, REDUCE_SCATTER, capture, nodes
+from tests.graphs import GATHERS, REDUCE_SCATTER, capture, nodes
 from tests.models import batch, tiny_llama, train
 from tests.ranks import Ranks
 
@@ -241,7 +241,7 @@ def test_a_graph_has_one_transfer_for_each_bucket_and_format() -> None:
     assert [args[2] for args in encoded["forward"]] == ["fp8"] * 4 + ["int8"]
     assert [args[2] for args in encoded["backward"]] == ["int8"] * 4
     assert len(decoded) == 9
-    assert len(nodes(captured.forward, ALL_GATHER)) == 5 + 4  # the norms of each block are another transfer
+    assert len(nodes(captured.forward, *GATHERS)) == 5 + 4  # the norms of each block are another transfer
     assert len(nodes(captured.backward, ALL_TO_ALL)) == 4
     assert len(nodes(captured.backward, REDUCE_SCATTER)) == 4
 
