@@ -347,7 +347,8 @@ def cost_graph_of(
         uneven = any(user.target is _aten.slice.Tensor for user in gather.wait.users)
         prepared = _nbytes(gather.input) if uneven or storage_of(gather.input).op != "placeholder" else 0
         sent_from = storage_of(shard_before_cast_and_pad(gather))
-        held = 0 if sent_from.op == "placeholder" else _nbytes(sent_from)
+        size = size_hint(gather.input.meta["val"].numel())  # padded, and so the same on every rank
+        held = 0 if sent_from.op == "placeholder" else size * tensors_of(sent_from)[0].element_size()
         dtype = str(gather.input.meta["val"].dtype)
         gathered[fqn] = Gather(
             fqn,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.fx import Graph
 from torch.nn import functional as F
 
@@ -342,7 +342,8 @@ def test_pointwise_operators_around_a_collective_of_the_models_own_are_not_fused
     assert forward.seconds == pytest.approx((before + collective + behind, 2 * 4 * 8 * 8))
 
 
-def test_rows_that_do_not_divide_give_every_rank_the_same() -> None:
+@pytest.mark.parametrize("policy", [OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])
+def test_rows_that_do_not_divide_give_every_rank_the_same(policy: OffloadPolicy) -> None:
     from tests.ranks import fake_group
 
     found = []
@@ -350,18 +351,20 @@ def test_rows_that_do_not_divide_give_every_rank_the_same() -> None:
         torch.distributed.destroy_process_group()
         with fake_group(4, rank):
             torch.manual_seed(0)
-            found.append(cost_graphs(nn.Linear(6, 5), torch.ones(4, 6)))
+            found.append(cost_graphs(nn.Linear(6, 5), torch.ones(4, 6), offload_policy=policy))
         torch.distributed.init_process_group("fake", rank=0, world_size=4)
     assert found[0] == found[1]
     # Two rows of six are gathered from each rank, and two numbers of the bias; some ranks have to pad.
     assert {gather.fqn: gather.prepared for gather in found[0][0].gathers} == {"weight": 2 * 6 * 4, "bias": 2 * 4}
+    copies = [gather.held for gather in found[0][0].gathers]
+    assert sorted(copies) == ([8, 48] if isinstance(policy, CPUOffloadPolicy) else [0, 0])
 
 
-def test_a_shard_cast_for_its_gather_is_in_memory_until_the_gather_is_done() -> None:
+def test_a_shard_that_is_cast_for_its_gather_takes_no_memory_beside_it() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     forward, _ = cost_graphs(Attends(), torch.ones(1, 2, 4, 8, dtype=torch.bfloat16), mp_policy=policy)
     (gather,) = forward.gathers
-    assert (gather.nbytes, gather.prepared) == (8 * 8 * 2, 8 * 8 * 2 // 4)
+    assert (gather.nbytes, gather.prepared, gather.held) == (8 * 8 * 2, 8 * 8 * 2 // 4, 0)
 
 
 def test_lengths_that_are_not_fixed_count_as_the_first_and_set_no_guard() -> None:

@@ -54,10 +54,10 @@ def test_resharding_may_be_changed_later() -> None:
     for reshard in (True, False, True):
         model.set_reshard_after_forward(reshard)
         captured = graphs.capture(model, *batch(0, dist.get_rank()), plan="block")
-        gathers.append(len(graphs.nodes(captured.backward, graphs.ALL_GATHER)))
+        gathers.append(len(graphs.nodes(captured.backward, *graphs.GATHERS)))
     model.layers[1].set_reshard_after_forward(False)
     captured = graphs.capture(model, *batch(0, 0), plan="block")
-    assert [*gathers, len(graphs.nodes(captured.backward, graphs.ALL_GATHER))] == [3, 0, 3, 2]
+    assert [*gathers, len(graphs.nodes(captured.backward, *graphs.GATHERS))] == [3, 0, 3, 2]
 
 
 @one_of_four
