@@ -177,9 +177,10 @@ def _members(found: list[Collective], kind: Callable[[Collective], Any]) -> list
 
 def _changes_alone(collective: Collective) -> bool:
     """Return whether another collective is to take the place of this one, although it is not merged with any."""
-    if collective.node.target is not ALL_GATHER or _bucket_of(collective) is None:
-        return collective.wire_format is not None
-    return collective.wire_format is not None or shard_before_cast_and_pad(collective) is not collective.input
+    if collective.wire_format is not None:
+        return True
+    planned_gather = collective.node.target is ALL_GATHER and _bucket_of(collective) is not None
+    return planned_gather and shard_before_cast_and_pad(collective) is not collective.input
 
 
 def _bucket_of(member: Collective) -> Bucket | None:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from inductor_passes.collectives import FQNS, GROUPS, WAIT
 from inductor_passes.fusion import adds_rows
-from inductor_passes.ops.gather_shards import GATHER_SHARDS, GATHER_SHARDS_GROUP
+from inductor_passes.ops.gather_shards import GATHERS_OF_SHARDS
 from inductor_passes.order import check_order, order
 from inductor_passes.runtime.agreement import AGREE
 from inductor_passes.runtime.graph_dump import DUMP_NAMES, Report
@@ -270,7 +270,7 @@ def lower_gathers() -> None:
     def lowering(op: OpOverload, shards: list[Any], *options: Any) -> Any:
         return tree_map(ir.TensorBox.create, ir._CollectiveKernel.create_out_of_place(op, shards, *options))
 
-    for op in (GATHER_SHARDS, GATHER_SHARDS_GROUP):
+    for op in GATHERS_OF_SHARDS:
         register_lowering(op, functools.partial(lowering, op))
 
 

@@ -37,7 +37,8 @@ def all_gather_into_tensor(
         ranks: number of ranks of the process group.
         group: name of the process group.
     """
-    dtypes, gathered = as_dtypes(dtypes), _one_buffer(shards, numels, dtypes, ranks)
+    dtypes = as_dtypes(dtypes)
+    gathered = _one_buffer(shards, numels, dtypes, ranks)
     own = _own_part(gathered, ranks, group)
     parts = own.split(buffer_sizes(numels, dtypes))
     _copy(shards, [part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)])
@@ -111,3 +112,4 @@ for _operator, _result, _allocate in (
 
 GATHER_SHARDS = torch.ops.simplefsdp.all_gather_into_tensor.default
 GATHER_SHARDS_GROUP = torch.ops.simplefsdp.all_gather_into_tensor_coalesced.default
+GATHERS_OF_SHARDS = (GATHER_SHARDS, GATHER_SHARDS_GROUP)

@@ -18,7 +18,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from inductor_passes.collectives import EXCHANGED, FQNS, WAIT
-from inductor_passes.ops.gather_shards import GATHER_SHARDS, GATHER_SHARDS_GROUP
+from inductor_passes.ops.gather_shards import GATHERS_OF_SHARDS
 from inductor_passes.scheduling.issue_points import PlanError
 from inductor_passes.torch_compat.fx import size_hint
 
@@ -133,7 +133,7 @@ def _sequence(steps: Iterable[Node]) -> tuple[tuple[RecordedCollective, ...], tu
 def is_collective(node: Node) -> bool:
     """Return whether ``node`` issues a functional collective, of this library or of the user."""
     target = node.target
-    if target in (GATHER_SHARDS, GATHER_SHARDS_GROUP):
+    if target in GATHERS_OF_SHARDS:
         return True
     return isinstance(target, OpOverload) and target.namespace == "_c10d_functional" and target is not WAIT
 
@@ -162,7 +162,7 @@ def _issued(node: Node) -> RecordedCollective:
     whole = tree_leaves(node.meta["val"]) if name.startswith("all_gather") else inputs
     sent = [(value.dtype, value.numel()) for value in inputs]
     options: Sequence[Any] = node.args[1:-1]
-    if node.target in (GATHER_SHARDS, GATHER_SHARDS_GROUP):  # ranks may have to pad shards to what all ranks send
+    if node.target in GATHERS_OF_SHARDS:  # ranks may have to pad shards to what all ranks send
         numels, dtypes, *options = options
         sent = [*zip(dtypes, numels, strict=True)]
     tensors = (f"{dtype}[{numel}]".removeprefix("torch.") for dtype, numel in sent)

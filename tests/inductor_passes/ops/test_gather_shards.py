@@ -11,21 +11,17 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from inductor_passes.ops import gather_shards
-from inductor_passes.ops.gather_shards import GATHER_SHARDS, GATHER_SHARDS_GROUP
+from inductor_passes.ops.gather_shards import (
+    GATHER_SHARDS,
+    GATHER_SHARDS_GROUP,
+    all_gather_into_tensor,
+    all_gather_into_tensor_coalesced,
+)
 from inductor_passes.ops.pack import UNPACK_WEIGHTS
+from tests.inductor_passes.ops.test_pack import SHAPE, numbered, turned
 
-SHAPE = st.lists(st.integers(0, 5), min_size=1, max_size=3)
 DTYPE = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8])
 MEMBERS = st.lists(st.tuples(SHAPE, DTYPE, st.booleans()), min_size=1, max_size=5)
-
-
-def numbered(shape: list[int], start: int = 0) -> Tensor:
-    return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
-
-
-def turned(tensor: Tensor) -> Tensor:
-    """The same values with the strides of a transposed tensor."""
-    return tensor.t().contiguous().t() if tensor.ndim == 2 else tensor
 
 
 def shards_of(members: list[Any], ranks: int) -> list[list[Tensor]]:
@@ -44,7 +40,20 @@ def padded(shard: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.cat([flat, flat.new_zeros(numel - len(flat))])
 
 
-def gathered(op: Callable[..., Any], shards: list[list[Tensor]], numels: list[int], dtypes: list[torch.dtype]) -> Any:
+def given_and_expected(
+    members: list[Any], ranks: int
+) -> tuple[list[list[Tensor]], list[int], list[torch.dtype], list[Tensor]]:
+    """Each rank's shards, the arguments that ranks have in common, and the gathered members, flat."""
+    shards = shards_of(members, ranks)
+    numels, dtypes = [torch.Size(shape).numel() for shape, _, _ in members], [dtype for _, dtype, _ in members]
+    expected = [
+        torch.cat([padded(of[i], numel, dtype) for of in shards])
+        for i, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True))
+    ]
+    return shards, numels, dtypes, expected
+
+
+def gathered(op: Callable[..., Any], shards: list[list[Tensor]], numels: list[int], dtypes: list[Any]) -> Any:
     """The result of ``op`` on the last of the ranks, when each rank has sent what ``op`` sends there."""
     sent: list[list[Tensor]] = []
 
@@ -65,26 +74,27 @@ def gathered(op: Callable[..., Any], shards: list[list[Tensor]], numels: list[in
 @settings(max_examples=200, deadline=None)
 @given(MEMBERS, st.integers(1, 4))
 def test_shards_of_all_ranks_are_cast_padded_and_unpacked(members: list[Any], ranks: int) -> None:
-    shards = shards_of(members, ranks)
-    numels, dtypes = [torch.Size(shape).numel() for shape, _, _ in members], [dtype for _, dtype, _ in members]
+    shards, numels, dtypes, expected = given_and_expected(members, ranks)
     buffer = gathered(GATHER_SHARDS, shards, numels, dtypes)
     assert buffer.dtype is (dtypes[0] if len(set(dtypes)) == 1 else torch.uint8)
     unpacked = UNPACK_WEIGHTS(buffer, ranks, numels, dtypes)
-    for i, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True)):
-        expected = torch.cat([padded(of[i], numel, dtype) for of in shards])
-        torch.testing.assert_close(unpacked[i], expected, rtol=0, atol=0)
-        assert unpacked[i].data_ptr() % 16 == 0
+    torch.testing.assert_close(unpacked, expected, rtol=0, atol=0)
+    assert not any(weight.data_ptr() % 16 for weight in unpacked)
 
 
 @settings(max_examples=200, deadline=None)
 @given(MEMBERS, st.integers(1, 4))
 def test_a_group_gathers_each_shard_for_itself(members: list[Any], ranks: int) -> None:
-    shards = shards_of(members, ranks)
-    numels, dtypes = [torch.Size(shape).numel() for shape, _, _ in members], [dtype for _, dtype, _ in members]
+    shards, numels, dtypes, expected = given_and_expected(members, ranks)
     results = gathered(GATHER_SHARDS_GROUP, shards, numels, dtypes)
-    for i, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True)):
-        expected = torch.cat([padded(of[i], numel, dtype) for of in shards])
-        torch.testing.assert_close(results[i].flatten(), expected, rtol=0, atol=0)
+    torch.testing.assert_close([result.flatten() for result in results], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("operator", [all_gather_into_tensor, all_gather_into_tensor_coalesced])
+def test_dtypes_may_be_numbers_as_operators_get_them_before_torch_2_12(operator: Callable[..., Any]) -> None:
+    bfloat16 = 15
+    found = [gathered(operator, [[torch.ones(2)]], [2], [dtype]) for dtype in (bfloat16, torch.bfloat16)]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_what_needs_no_change_is_sent_from_where_it_lies() -> None:
