@@ -12,6 +12,9 @@ from inductor_passes.ops.accumulate import ACCUMULATE, ADD_UP
 from inductor_passes.ops.offload import TO_DEVICE
 
 _aten = torch.ops.aten
+_ADDS = (_aten._unsafe_index_put.default, _aten._unsafe_masked_index_put_accumulate.default)
+_ADDS_IF_TOLD = (_aten.index_put.default, _aten.index_put_.default)
+"""Operators that add rows where their argument ``accumulate`` says so, as torch 2.11 makes an embedding's gradient."""
 
 
 def is_view(node: Node) -> bool:
@@ -108,7 +111,7 @@ def adds_rows(node: Node) -> bool:
     The tensor, where it is zeros, is filled at the same place: nothing else needs its memory earlier. The kernel that
     computes the rows adds them; here it counts as another one, before which gradients that it makes are complete.
     """
-    return node.target in (_aten._unsafe_index_put.default, _aten._unsafe_masked_index_put_accumulate.default)
+    return node.target in _ADDS or (node.target in _ADDS_IF_TOLD and node.args[3:] == (True,))
 
 
 def fused_regions(graph: Graph) -> dict[Node, Node]:

@@ -21,6 +21,8 @@ from inductor_passes.torch_compat.fx import insert_call
 
 _aten = torch.ops.aten
 _ADD_ROWS = _aten._unsafe_masked_index_put_accumulate.default
+_PUT_ROWS = _aten.index_put.default
+"""The operator that torch 2.11 adds rows by: those that a mask would leave out are zeros in it."""
 
 
 class _Part(NamedTuple):
@@ -35,11 +37,16 @@ class _Part(NamedTuple):
 
 def make_own_rows(graph: Graph) -> None:
     """Make only those rows of sums by index in a joint graph that are read."""
-    for added in graph.find_nodes(op="call_function", target=_ADD_ROWS):
-        zeros, _, indices, _ = added.args
+    for added in list(graph.nodes):
+        if added.target is _ADD_ROWS:
+            zeros, mask, indices, values = added.args
+        elif added.target is _PUT_ROWS and added.args[3:] == (True,):
+            (zeros, indices, values), mask = added.args[:3], None
+        else:
+            continue
         part = _only_part(added)
         if part is not None and zeros.target is _aten.full.default and len(indices) == 1:
-            _narrow(added, part)
+            _narrow(added, part, mask, indices[0], values)
             graph.eliminate_dead_code()
             graph.lint()
 
@@ -60,10 +67,9 @@ def _only_part(node: Node, casts: tuple[Node, ...] = ()) -> _Part | None:
     return _Part(part, size * index, rows, casts)
 
 
-def _narrow(added: Node, part: _Part) -> None:
+def _narrow(added: Node, part: _Part, mask: Node | None, index: Node, values: Node) -> None:
     """Put the sum of ``part``'s rows in its place."""
-    arguments: Any = added.args
-    zeros, mask, (index,), values = arguments
+    zeros: Any = added.args[0]
     shape = [part.rows, *added.meta["val"].shape[1:]]
     with added.graph.inserting_before(added):
         fewer = added.graph.call_function(zeros.target, (shape, *zeros.args[1:]), zeros.kwargs)
@@ -71,9 +77,10 @@ def _narrow(added: Node, part: _Part) -> None:
         place = insert_call(_aten.sub.Tensor, index, part.first)
         here = insert_call(_aten.ge.Scalar, place, 0)
         here = insert_call(_aten.bitwise_and.Tensor, here, insert_call(_aten.lt.Scalar, place, part.rows))
-        for _ in range(mask.meta["val"].ndim - index.meta["val"].ndim):
+        for _ in range(values.meta["val"].ndim - index.meta["val"].ndim):
             here = insert_call(_aten.unsqueeze.default, here, -1)
-        here = insert_call(_aten.bitwise_and.Tensor, mask, here)
+        if mask is not None:
+            here = insert_call(_aten.bitwise_and.Tensor, mask, here)
         # Tokens of other ranks add zeros, to different rows: on a GPU an addition to a row waits for others to it.
         place = insert_call(_aten.remainder.Scalar, place, part.rows)
         node = insert_call(_ADD_ROWS, fewer, here, [place], values)

@@ -420,6 +420,7 @@ _KERNELS: Sequence[tuple[str, str, Callable[[_Clock, int], float]]] = (
     ("loss", "softmax_warp_forward", _per_token(lambda sizes: sizes.vocab_size, 8)),
     ("loss", "nll_loss", _per_token(lambda _: 1, 8)),
     ("embedding", "embedding", _per_token(lambda sizes: sizes.dim, 6)),
+    ("embedding", "indexFunc", _per_token(lambda sizes: sizes.dim, 6)),
     ("embedding", "tma_scatter", _per_token(lambda sizes: sizes.dim, 6)),
     ("embedding", "vectorized_gather", _per_token(lambda sizes: sizes.dim, 6)),
     ("reduce", "reduce_kernel", _per_token(lambda sizes: sizes.dim, 4)),

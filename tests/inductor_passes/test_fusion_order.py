@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from inductor_passes.collectives import FQNS
-from inductor_passes.fusion import fused_regions, is_view
+from inductor_passes.fusion import adds_rows, fused_regions, is_view
 from inductor_passes.fusion_order import put_fused_together
 from tests.graphs import ALL_GATHER, REDUCE_SCATTER, WAIT
 from tests.inductor_passes.test_bucket import call
@@ -76,7 +77,7 @@ def test_a_gradient_comes_last_in_its_kernel() -> None:
     assert compute(graph) == [product, of_output, of_input, scaled, summed, of_weight, issued, awaited, further]
 
 
-def rows_added_to_a_table(graph: Graph) -> None:
+def rows_added_to_a_table(graph: Graph, put: Any = aten._unsafe_index_put) -> None:
     """Make a graph of a kernel behind a matmul that makes two things: a scale's gradient, and rows of a table's."""
     x, error, numbers = square(graph, "x"), square(graph, "error"), graph.placeholder("numbers")
     numbers.meta["val"] = torch.arange(SIDE)
@@ -85,21 +86,31 @@ def rows_added_to_a_table(graph: Graph) -> None:
     further = call(graph, aten.mm.default, x, x)
     zeros = graph.call_function(aten.full.default, ([8 * SIDE, SIDE], 0.0))
     zeros.meta["val"] = torch.zeros(8 * SIDE, SIDE)
-    of_table = reduced(graph, call(graph, aten._unsafe_index_put.default, zeros, [numbers], rows, True))
+    of_table = reduced(graph, call(graph, put.default, zeros, [numbers], rows, True))
     graph.output((of_scale, of_table, further))
 
 
-def test_rows_are_added_to_zeros_that_are_filled_behind_the_kernel_that_makes_the_rows() -> None:
+@pytest.mark.parametrize("put", [aten._unsafe_index_put, aten.index_put])
+def test_rows_are_added_to_zeros_that_are_filled_behind_the_kernel_that_makes_the_rows(put: Any) -> None:
     graph = Graph()
-    rows_added_to_a_table(graph)
+    rows_added_to_a_table(graph, put)
     put_fused_together(graph)
     names = [node.target._overloadpacket.__name__ for node in compute(graph) if node.target is not WAIT]
     scatter = "reduce_scatter_tensor"
-    assert names == ["mm", "neg", "mul", "sum", scatter, "mm", "full", "_unsafe_index_put", scatter]
+    assert names == ["mm", "neg", "mul", "sum", scatter, "mm", "full", put.__name__, scatter]
     regions = fused_regions(graph)
     (zeros,) = graph.find_nodes(op="call_function", target=aten.full.default)
-    (put,) = graph.find_nodes(op="call_function", target=aten._unsafe_index_put.default)
-    assert regions[put] is regions[zeros] is zeros
+    (added,) = graph.find_nodes(op="call_function", target=put.default)
+    assert regions[added] is regions[zeros] is zeros
+
+
+def test_rows_that_are_put_in_the_place_of_others_are_not_added() -> None:
+    graph = Graph()
+    x, numbers = square(graph, "x"), graph.placeholder("numbers")
+    numbers.meta["val"] = torch.arange(SIDE)
+    for accumulate in ((), (False,), (True,)):
+        put = call(graph, aten.index_put.default, x, [numbers], x, *accumulate)
+        assert adds_rows(put) == (accumulate == (True,))
 
 
 def test_what_reads_a_table_to_which_rows_were_added_is_another_kernel() -> None:

@@ -30,8 +30,9 @@ def traced(function: Callable[..., object], *inputs: Tensor) -> GraphModule:
 
 def largest_rows(graph: Graph) -> int:
     """The largest number of rows that any sum by index of a graph has."""
-    target = torch.ops.aten._unsafe_masked_index_put_accumulate.default
-    return max(len(node.meta["val"]) for node in graph.find_nodes(op="call_function", target=target))
+    aten = torch.ops.aten
+    targets = aten._unsafe_masked_index_put_accumulate.default, aten.index_put.default
+    return max(len(node.meta["val"]) for node in graph.nodes if node.target in targets)
 
 
 def gradient(values: Tensor, tokens: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
@@ -66,6 +67,22 @@ def test_the_rows_of_each_rank_have_the_bits_of_the_whole_gradient(
         module.recompile()
         assert largest_rows(module.graph) == len(expected) < rows
         torch.testing.assert_close(module(values, index), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_rows_that_torch_2_11_adds_are_made_by_their_rank(accumulate: bool) -> None:
+    def put(values: Tensor, index: Tensor) -> Tensor:
+        zeros = torch.ops.aten.full.default([8, COLUMNS], 0.0)
+        return torch.ops.aten.index_put.default(zeros, [index], values, accumulate).split(4)[1]
+
+    inputs = torch.randn(1, 6, COLUMNS), torch.tensor([[7, 0, 5, 7, 3, 4]])
+    module = make_fx(put, tracing_mode="fake")(*inputs)
+    module.graph.eliminate_dead_code()
+    expected = module(*inputs)
+    make_own_rows(module.graph)
+    module.recompile()
+    assert largest_rows(module.graph) == (4 if accumulate else 8)
+    assert torch.equal(module(*inputs), expected)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 
 from inductor_passes.scheduling.issue_points import Bucket
 from inductor_passes.torch_compat.distributed import GROUPING_NCCL
+from inductor_passes.torch_compat.version import VERSION
 from simplefsdp.null_gpu.log import (
     DEFAULT_STREAM,
     Collective,
@@ -291,8 +292,16 @@ def test_a_bucket_costs_one_kernel_before_its_collective_and_one_behind_the_wait
         kinds.append("direct_copy")
     names = [event.what.name for event in parts(step)[direction] if isinstance(event.what, Kernel)]
     copies = [each for each in names if any(kind in each for kind in kinds)]
-    of_gathers = 2 * gathers["packed"] + casts * (gathers["grouped"] + gathers["one"])
+    unpacked = [bucket for bucket in getattr(plan, direction) if bucket.form == "grouped" or len(bucket.fqns) == 1]
+    of_gathers = 2 * gathers["packed"] + casts * sum(casting_kernels(step, bucket) for bucket in unpacked)
     assert len(copies) == of_gathers + len(packed), Counter(copies)
+
+
+def casting_kernels(step: Step, bucket: Bucket) -> int:
+    """Return the number of kernels that cast a bucket's shards: one, but that of torch 2.11 takes 320 chunks of 65,536
+    values at most."""
+    shards = [math.prod(step.shapes[fqn]) // step.case.mesh["shard"] for fqn in bucket.fqns]
+    return 1 if VERSION >= (2, 12) else -(-sum(-(-shard // 2**16) for shard in shards) // 320)
 
 
 def test_matmuls_cast_gradients_where_their_buckets_are_grouped(step: Step) -> None:
@@ -319,12 +328,14 @@ def test_buckets_are_grouped_where_the_backend_issues_groups(step: Step) -> None
     grouped_here = step.case.backend == GROUPING_NCCL and step.name != "uneven"
     grouped = {bucket.form for plan in step.plans for bucket in plan.forward if len(bucket.fqns) > 1}
     assert step.case.plan == "none" or grouped <= {"grouped" if grouped_here else "packed"}
-    if step.case.policy.param_dtype == step.case.policy.reduce_dtype and step.case.backend == GROUPING_NCCL:
+    policy = step.case.policy
+    divided = policy.reduce_dtype is torch.float16  # before it is reduced
+    if policy.param_dtype == policy.reduce_dtype and step.case.backend == GROUPING_NCCL and not divided:
         assert "grouped" in {bucket.form for plan in step.plans for bucket in plan.reductions}
 
 
-WORKSPACE = 40 * 2**20
-"""Bytes at most that cuBLAS asks torch's allocator for; they are not predicted."""
+WORKSPACE = (40 if VERSION >= (2, 12) else 80) * 2**20
+"""Bytes at most that cuBLAS asks torch's allocator for; they are not predicted. Torch 2.11 keeps two workspaces."""
 
 
 def test_the_predicted_peak_is_that_of_the_allocator(step: Step) -> None:
