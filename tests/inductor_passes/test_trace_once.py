@@ -15,6 +15,7 @@ from inductor_passes.bodies import INVOKE
 from inductor_passes.compile_once import Bodies
 from inductor_passes.ops import call as calls
 from inductor_passes.runtime.record import is_step, record_graph
+from inductor_passes.torch_compat.version import VERSION
 from inductor_passes.trace_once import TracedOnce, call_block, trace_once
 from simplefsdp import simple_fsdp
 from simplefsdp.compile import passes as compilation
@@ -415,3 +416,23 @@ def test_regions_are_part_of_the_graph_around_them():
     for direction in ("forward", "backward"):
         assert steps(getattr(region, direction)) == steps(getattr(plain, direction))
     assert not region.joint.find_nodes(op="call_function", target=INVOKE)
+
+
+class Switch(nn.Module):
+    """A region whose result depends on its ``training``."""
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin() if self.training else x.cos()
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_torch_does_not_see_what_is_changed_on_a_later_region(block: int) -> None:
+    """If this fails for the second block, torch checks attributes of all regions, and regions could be marked for users
+    (docs/debugging.md)."""
+    model = nn.Sequential(Switch(), Switch())
+    compiled, x = torch.compile(model, backend="eager"), torch.randn(3)
+    torch.testing.assert_close(compiled(x), x.sin().sin())
+    model[block].eval()
+    seen = torch.equal(compiled(x), model(x))
+    assert seen == (block == 0 or VERSION < (2, 13))  # 2.11 traces each block
