@@ -4,6 +4,7 @@ import ctypes
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,6 +60,18 @@ def unchanged_is_same() -> Iterator[None]:
         yield
     finally:
         fx_utils._is_fake_tensor_same = compare
+
+
+@functools.cache
+def find_vector_instructions() -> None:
+    """Let a thread find out, once in a process, which vector instructions TorchInductor can use on this CPU.
+
+    TorchInductor asks when it comes to the first C++ kernel, and waits for a build and a load with each set of
+    instructions, one after the other. What the thread has found by then is not tried again, as torch keeps it.
+    """
+    from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401  # imported by one thread only
+
+    threading.Thread(target=cpu_vec_isa.pick_vec_isa, name="vector instructions", daemon=True).start()
 
 
 def load_cpp(source: str, *, vectorized: bool = False) -> ctypes.CDLL:

@@ -30,6 +30,7 @@ from inductor_passes.torch_compat.inductor import (
     CustomGraphPass,
     CustomPartitionerFn,
     CustomSchedulerPass,
+    find_vector_instructions,
     inductor_config,
     joint_graph_passes,
     number_seeds,
@@ -143,11 +144,12 @@ def _inductor(
     filled = (_JointGraphPass(passes), partitioner, _PostGradPass(passes), _KernelOrderPass(passes))
     slots: dict[str, Any] = dict(zip(PASS_SLOTS, filled, strict=True))
     defaults: dict[str, Any] = {}
+    on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs)
     if passes.given.request is None:
         del slots["_post_fusion_custom_pass"]
     else:
         slots.update(NO_OTHER_REORDERING)
-        if any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs):
+        if on_gpu:
             defaults = FREE_AT_LAST_USE  # the allocator of CPUs is slower than the reuse that this turns off
     # AOTAutograd caches only graphs of functions that it knows to depend on nothing but their arguments and source.
     cacheable = "unsafe_marked_cacheable_functions"
@@ -160,6 +162,8 @@ def _inductor(
 
     import inductor_passes.inductor_order  # noqa: F401  # how its operators are lowered
 
+    if inner_compile is None and not on_gpu:
+        find_vector_instructions()
     progress = passes.notes.progress
     lower_graph = inner_compile or compile_fx_inner
 
