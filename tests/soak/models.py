@@ -1,5 +1,6 @@
 """Models put together at random: they train as in a single process, and with the same bits under every plan."""
 
+import sys
 import time
 import traceback
 from collections import Counter
@@ -20,16 +21,30 @@ PLANS: dict[str, dict[str, Any]] = {
     "auto": {"plan": "auto", "profile": PROFILE},
 }
 STEPS = 3
+AT_ONCE = 100
+"""Number of models that are drawn with one seed, in the same two processes."""
 
 
 def campaign(count: int) -> dict[str, Any]:
-    """Train ``count`` models on 2 ranks; return how many of each kind, and the smallest that is wrong, if any is."""
+    """Train ``count`` models on 2 ranks; return how many of each kind, and the smallest of each hundred that is wrong."""
     kinds: Counter[str] = Counter()
     failures: list[str] = []
+    day = int(time.strftime("%Y%m%d"))
+    for part in range(-(-count // AT_ONCE)):
+        some = min(AT_ONCE, count - part * AT_ONCE)
+        try:
+            _check(some, 1000 * day + part, kinds)
+        except Exception:
+            failures.append(traceback.format_exc()[-5000:])
+        print(f"{part * AT_ONCE + some} models, {len(failures)} of {part + 1} parts wrong", file=sys.stderr, flush=True)
+    return {"runs": count, "kinds": dict(sorted(kinds.items())), "failures": failures}
+
+
+def _check(count: int, of_seed: int, kinds: Counter[str]) -> None:
     ranks = Ranks(2)
 
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-    @seed(int(time.strftime("%Y%m%d")))
+    @seed(of_seed)
     @given(models)
     def check(model: Model) -> None:
         kinds.update([model.lowering, model.mode.split()[0], *(f"contains {kind}" for kind in {*model.tree.kinds()})])
@@ -40,11 +55,8 @@ def campaign(count: int) -> dict[str, Any]:
 
     try:
         check()
-    except Exception:
-        failures.append(traceback.format_exc()[-5000:])
     finally:
         ranks.close()
-    return {"runs": count, "kinds": dict(sorted(kinds.items())), "failures": failures}
 
 
 def _has_the_same_bits_under_every_plan(model: Model) -> None:
