@@ -26,7 +26,7 @@ AT_ONCE = 100
 
 
 def campaign(count: int) -> dict[str, Any]:
-    """Train ``count`` models on 2 ranks; return how many of each kind, and the smallest of each hundred that is wrong."""
+    """Train ``count`` models on 2 ranks; return how many of each kind, and the smallest wrong one of each hundred."""
     kinds: Counter[str] = Counter()
     failures: list[str] = []
     day = int(time.strftime("%Y%m%d"))
