@@ -1,7 +1,8 @@
 """One model trained along a ladder of systems, from a single process to fused kernels: where do numbers first differ?
 
 Each rung adds one thing to the rung before. All train the same model from the same weights on the same batches; losses,
-gradients and parameters of every step are compared with those of the rung before.
+gradients, parameters and buffers of every step are compared with those of the rung before. Buffers are those of each
+rank; a single process has none to compare, as its buffers have seen the batches of all ranks.
 """
 
 import copy
@@ -16,13 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from inductor_passes.torch_compat.dtensor import local_tensor
 from simplefsdp.api import simple_fsdp
 from simplefsdp.plan.grouping import BLOCK
 from simplefsdp.rehearsal.systems import SYSTEMS, Parallelism
 
 Forward = Callable[..., Any]
 Trajectory = Sequence[Mapping[str, Tensor | None]]
-"""For each step this rank's shards by label: the loss, then each gradient, then each parameter after the step."""
+"""For each step what this rank has, by label: the loss, then shards of each gradient, and of each parameter after the
+step, then each buffer."""
 
 
 class Rung(NamedTuple):
@@ -45,7 +48,7 @@ class Training(NamedTuple):
     loss: Callable[..., Tensor]
     """``loss(forward, *inputs)`` returns the mean loss of a batch, 0-dim."""
     steps: int
-    lr: float
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     mesh: DeviceMesh
     mp_policy: MixedPrecisionPolicy
 
@@ -161,7 +164,7 @@ def _train(training: Training, rung: Rung) -> Trajectory:
     else:
         batches = range(rank, rank + 1)
         forward = rung.wrap(model, Parallelism(training.mesh, training.mp_policy, reshard_after_forward=True))
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=training.lr)
+    optimizer = training.optimizer([param for param in model.parameters() if param.requires_grad])
     trajectory: list[dict[str, Tensor | None]] = []
     for step in range(training.steps):
         tensors: dict[str, Tensor | None] = {}
@@ -177,6 +180,8 @@ def _train(training: Training, rung: Rung) -> Trajectory:
         optimizer.zero_grad()
         for name, param in model.named_parameters():
             tensors[name] = _shard(param, rank, ranks)
+        for name, buffer in model.named_buffers() if rung.wrap is not None else ():
+            tensors[f"the buffer {name}"] = local_tensor(buffer).detach().cpu().clone()
         trajectory.append(tensors)
     return trajectory
 
@@ -211,7 +216,7 @@ def differences(
     found: Trajectory, expected: Trajectory, mesh: DeviceMesh
 ) -> tuple[Difference | None, Difference | None]:
     """Return the first difference of two trajectories and the largest one; the same on all ranks, which all call it."""
-    places = [(step, label) for step, tensors in enumerate(expected) for label in tensors]
+    places = [(step, label) for step, tensors in enumerate(expected) for label in tensors if label in found[step]]
     ulps = torch.zeros(len(places), dtype=torch.int64)
     norms = torch.zeros(len(places), 2, dtype=torch.float64)
     for i, (step, label) in enumerate(places):

@@ -10,6 +10,7 @@ tolerance.
 """
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -35,6 +36,11 @@ from simplefsdp.text.tables import markdown_table
 RUNGS = tuple(rung.name for rung in LADDER)
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.1}
 """Bounds of relative differences to rounding, by the dtype of compute."""
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
+    "sgd": (torch.optim.SGD, 0.05),
+    "adamw": (torch.optim.AdamW, 1e-3),
+}
+"""Optimizers and their learning rates, where none is given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=int, default=2, help="processes of this machine")
     add("--rungs", default=",".join(RUNGS), help=f"in this order (default: {','.join(RUNGS)})")
     add("--steps", type=int, default=5)
-    add("--lr", type=float, default=0.05, help="of SGD")
+    add("--optimizer", default="sgd", choices=OPTIMIZERS)
+    add("--lr", type=float, help="learning rate (default: 0.05, of adamw 0.001)")
     add("--seed", type=int, default=0, help="of weights and batches")
     add("--seq", type=int, default=64, help="tokens of a sequence")
     add("--batch", type=int, default=1, help="sequences of a rank and step")
@@ -120,9 +127,10 @@ def _words(difference: Difference | None) -> str:
 
 def _heading(args: argparse.Namespace) -> str:
     return (
-        f"{args.model}, {args.ranks} ranks ({args.device}, torch {torch.__version__}), {args.steps} steps of SGD with "
-        f"{args.lr:g}, {args.dtype}, seed {args.seed}\neach rung against the one before; differences as norm of the "
-        "difference by norm of the tensor, and in numbers that can be represented between two elements (ulps)"
+        f"{args.model}, {args.ranks} ranks ({args.device}, torch {torch.__version__}), {args.steps} steps of "
+        f"{args.optimizer} with {_learning_rate(args):g}, {args.dtype}, seed {args.seed}\neach rung against the one "
+        "before; differences as norm of the difference by norm of the tensor, and in numbers that can be represented "
+        "between two elements (ulps)"
     )
 
 
@@ -189,7 +197,12 @@ def _training(args: argparse.Namespace) -> Training:
         return tuple(x.to(args.device) if isinstance(x, Tensor) else x for x in given)
 
     loss = _loss_of_tokens if own_inputs is None else _loss_of_output
-    return Training(model, inputs, loss, args.steps, args.lr, init_device_mesh(args.device, (args.ranks,)), policy)
+    optimizer = functools.partial(OPTIMIZERS[args.optimizer][0], lr=_learning_rate(args))
+    return Training(model, inputs, loss, args.steps, optimizer, init_device_mesh(args.device, (args.ranks,)), policy)
+
+
+def _learning_rate(args: argparse.Namespace) -> float:
+    return OPTIMIZERS[args.optimizer][1] if args.lr is None else float(args.lr)
 
 
 def _loss_of_tokens(forward: Callable[..., Any], tokens: Tensor, targets: Tensor) -> Tensor:

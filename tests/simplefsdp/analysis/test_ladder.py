@@ -1,10 +1,11 @@
 """A ladder of systems says where numbers first differ, on all ranks alike."""
 
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ def training(model: nn.Module, policy: MixedPrecisionPolicy | None = None, **cha
         return nn.functional.cross_entropy(forward(tokens).float().flatten(0, 1), targets.flatten())
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fields: dict[str, Any] = {"inputs": batch, "loss": loss, "steps": 3, "lr": 0.05, "mesh": mesh}
+    sgd = functools.partial(torch.optim.SGD, lr=0.05)
+    fields: dict[str, Any] = {"inputs": batch, "loss": loss, "steps": 3, "optimizer": sgd, "mesh": mesh}
     return Training(model=model, mp_policy=policy or MixedPrecisionPolicy(), **(fields | changes))
 
 
@@ -119,6 +121,44 @@ def _one_bit() -> None:
     everywhere: list[Any] = [None, None]
     dist.all_gather_object(everywhere, result)
     assert everywhere[0] == everywhere[1]
+
+
+class Counting(nn.Module):
+    """A model with a running mean that its output does not depend on, and a number of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.output = nn.Embedding(30, 8), nn.BatchNorm1d(8), nn.Linear(8, 30)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return self.output(self.norm(x.flatten(0, 1)).view_as(x))
+
+
+def test_a_buffer_that_one_rank_changes_is_found_and_those_of_a_single_process_are_left_out(two_ranks: Ranks) -> None:
+    two_ranks.run(_buffers)
+
+
+def _buffers() -> None:
+    def hurt(model: nn.Module, calls: dict[str, int]) -> None:
+        if calls["number"] == 2 and dist.get_rank() == 1:
+            cast(Tensor, model.get_submodule("norm").running_mean).mul_(2.0)
+
+    torch.manual_seed(0)
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
+    model = Counting()
+    whole, exact, hurt_once, back = climb(
+        training(model, optimizer=optimizer), [LADDER[0], FSDP2, EAGER, damaged(hurt), LADDER[0]]
+    )
+    for result in (whole, back):
+        assert isinstance(result, Comparison)
+        assert result.largest is None or not result.largest.label.startswith("the buffer")
+    assert isinstance(exact, Comparison)
+    assert (exact.keeps_bits, exact.first) == (True, None)
+    assert isinstance(hurt_once, Comparison)
+    assert hurt_once.first is not None
+    assert (hurt_once.first.step, hurt_once.first.label) == (2, "the buffer norm.running_mean")
+    assert not hurt_once.passed(1.0)
 
 
 def test_a_gradient_that_is_not_there_and_a_rung_that_raises_are_said(two_ranks: Ranks) -> None:
