@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes.collectives import CASTS
+from inductor_passes.fusion import adds_rows
 from inductor_passes.torch_compat.fx import insert_call
 
 _aten = torch.ops.aten
@@ -37,16 +38,13 @@ class _Part(NamedTuple):
 
 def make_own_rows(graph: Graph) -> None:
     """Make only those rows of sums by index in a joint graph that are read."""
-    for added in list(graph.nodes):
-        if added.target is _ADD_ROWS:
-            zeros, mask, indices, values = added.args
-        elif added.target is _PUT_ROWS and added.args[3:] == (True,):
-            (zeros, indices, values), mask = added.args[:3], None
-        else:
-            continue
+    masked, put = (graph.find_nodes(op="call_function", target=target) for target in (_ADD_ROWS, _PUT_ROWS))
+    for added in (*masked, *filter(adds_rows, put)):
+        arguments: Any = added.args if added.target is _ADD_ROWS else added.args[:3]
+        zeros, *masks, indices, values = arguments
         part = _only_part(added)
         if part is not None and zeros.target is _aten.full.default and len(indices) == 1:
-            _narrow(added, part, mask, indices[0], values)
+            _narrow(added, part, masks, indices[0], values)
             graph.eliminate_dead_code()
             graph.lint()
 
@@ -67,7 +65,7 @@ def _only_part(node: Node, casts: tuple[Node, ...] = ()) -> _Part | None:
     return _Part(part, size * index, rows, casts)
 
 
-def _narrow(added: Node, part: _Part, mask: Node | None, index: Node, values: Node) -> None:
+def _narrow(added: Node, part: _Part, masks: list[Node], index: Node, values: Node) -> None:
     """Put the sum of ``part``'s rows in its place."""
     zeros: Any = added.args[0]
     shape = [part.rows, *added.meta["val"].shape[1:]]
@@ -79,7 +77,7 @@ def _narrow(added: Node, part: _Part, mask: Node | None, index: Node, values: No
         here = insert_call(_aten.bitwise_and.Tensor, here, insert_call(_aten.lt.Scalar, place, part.rows))
         for _ in range(values.meta["val"].ndim - index.meta["val"].ndim):
             here = insert_call(_aten.unsqueeze.default, here, -1)
-        if mask is not None:
+        for mask in masks:
             here = insert_call(_aten.bitwise_and.Tensor, mask, here)
         # Tokens of other ranks add zeros, to different rows: on a GPU an addition to a row waits for others to it.
         place = insert_call(_aten.remainder.Scalar, place, part.rows)

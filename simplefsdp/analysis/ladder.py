@@ -135,7 +135,9 @@ def climb(training: Training, rungs: Sequence[Rung] = LADDER) -> Iterator[Compar
             continue
         if before is not None:
             keeps_bits = repeatable and rung.exact and before[0].exact
-            yield Comparison(rung.name, before[0].name, keeps_bits, *differences(trajectory, before[1], training.mesh))
+            sharded = rung.wrap is not None and before[0].wrap is not None
+            found = differences(trajectory, before[1], training.mesh, buffers=sharded)
+            yield Comparison(rung.name, before[0].name, keeps_bits, *found)
         before = rung, trajectory
 
 
@@ -180,8 +182,8 @@ def _train(training: Training, rung: Rung) -> Trajectory:
         optimizer.zero_grad()
         for name, param in model.named_parameters():
             tensors[name] = _shard(param, rank, ranks)
-        for name, buffer in model.named_buffers() if rung.wrap is not None else ():
-            tensors[f"the buffer {name}"] = local_tensor(buffer).detach().cpu().clone()
+        for name, buffer in model.named_buffers():
+            tensors[f"{_BUFFER}{name}"] = local_tensor(buffer).detach().cpu().clone()
         trajectory.append(tensors)
     return trajectory
 
@@ -213,10 +215,11 @@ def _shard(tensor: Tensor | None, rank: int, ranks: int) -> Tensor | None:
 
 
 def differences(
-    found: Trajectory, expected: Trajectory, mesh: DeviceMesh
+    found: Trajectory, expected: Trajectory, mesh: DeviceMesh, *, buffers: bool
 ) -> tuple[Difference | None, Difference | None]:
     """Return the first difference of two trajectories and the largest one; the same on all ranks, which all call it."""
-    places = [(step, label) for step, tensors in enumerate(expected) for label in tensors if label in found[step]]
+    labels = [(step, label) for step, tensors in enumerate(expected) for label in tensors]
+    places = [(step, label) for step, label in labels if buffers or not label.startswith(_BUFFER)]
     ulps = torch.zeros(len(places), dtype=torch.int64)
     norms = torch.zeros(len(places), 2, dtype=torch.float64)
     for i, (step, label) in enumerate(places):
@@ -242,6 +245,7 @@ def differences(
     return (unequal[0] if unequal else None), max(unequal, key=lambda one: one.relative, default=None)
 
 
+_BUFFER = "the buffer "
 _LACKING = torch.iinfo(torch.int64).max
 """In place of a distance in ulps: only one of both rungs has such a tensor."""
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
