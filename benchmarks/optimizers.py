@@ -4,7 +4,8 @@
 
 Times are those of one rank's step, with a network that costs nothing and with one that is given by its bandwidth;
 collectives and MiB are what that rank issued in one step; memory is the peak of the process in its steps, beyond
-parameters and gradients: state, exchanges and what a step computes. A system runs in a process of its own.
+parameters and gradients: state, exchanges and what a step computes. A system runs in a process of its own. Steps of the
+owners' rank are then timed once more, each after a step of the matrices that it owns as if there was nobody else.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from simplefsdp.models import llama
 from simplefsdp.text.tables import markdown_table
 from simplefsdp.training.optimizers.newton_schulz import Muon
 
-SHAPE = {"dim": 512, "heads": 8, "kv_heads": 4, "ffn_dim": 1536, "vocab_size": 1024, "max_seq_len": 128}
+SHAPE = {"heads": 8, "kv_heads": 4, "vocab_size": 1024, "max_seq_len": 128}
 
 
 class Redundant(Muon):
@@ -82,19 +83,35 @@ SYSTEMS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+def seconds(optimizer: Any) -> float:
+    """Return what a step takes."""
+    started = time.perf_counter()
+    optimizer.step()
+    return time.perf_counter() - started
+
+
 def resident_bytes() -> int:
     """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def measure(system: str, ranks: int, rank: int, blocks: int, steps: int, gb_per_s: float) -> dict[str, Any]:
+def share_of(optimizer: Any, rank: int) -> Muon:
+    """Return Muon on plain matrices of the shapes that a rank owns."""
+    owned = [each.param.shape for each in optimizer.simple_fsdp_distribution.owned if each.owner_rank == rank]
+    matrices = [nn.Parameter(0.02 * torch.randn(shape)) for shape in owned]
+    for matrix in matrices:
+        matrix.grad = 0.01 * torch.randn(matrix.shape)
+    return Muon(matrices)
+
+
+def measure(system: str, ranks: int, rank: int, dim: int, blocks: int, steps: int, gb_per_s: float) -> dict[str, Any]:
     """Return seconds, collectives and bytes of a step of one rank."""
     torch.set_num_threads(1)
     network = flat("given", ranks, alpha_s=20e-6, bandwidth_bytes_per_s=1e9 * gb_per_s)
     sharded = system not in ("one process", "DistributedMuon, replicated")
     with rehearsal.world(ranks, None, rank=rank) as world:
         torch.manual_seed(0)
-        model: nn.Module = llama.build("debug", layers=blocks, **SHAPE)
+        model: nn.Module = llama.build("debug", layers=blocks, dim=dim, ffn_dim=3 * dim, **SHAPE)
         if sharded:
             simple_fsdp(model)
         for param in model.parameters():
@@ -122,9 +139,7 @@ def measure(system: str, ranks: int, rank: int, blocks: int, steps: int, gb_per_
             world.network = of
             took = []
             for _ in range(steps):
-                started = time.perf_counter()
-                optimizer.step()
-                took.append(time.perf_counter() - started)
+                took.append(seconds(optimizer))
             found[f"{name}_s"] = statistics.median(took)
         issued = world.collectives()
         found["collectives"] = dict(Counter(each.kind for each in issued))
@@ -133,12 +148,18 @@ def measure(system: str, ranks: int, rank: int, blocks: int, steps: int, gb_per_
         found["memory_mib"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 2**20
         if system == "owners":
             found["distribution"] = str(optimizer.simple_fsdp_distribution)
+            world.network = None
+            share = share_of(optimizer, rank)
+            seconds(share)
+            pairs = [(seconds(share), seconds(optimizer)) for _ in range(steps)]
+            found["share_s"], found["beside_share_s"] = map(statistics.median, zip(*pairs, strict=True))
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.optimizers", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--dim", type=int, default=512, help="width of the model")
     parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--steps", type=int, default=5, help="of which the median counts")
     parser.add_argument("--bandwidth", type=float, default=10.0, help="GB/s of each rank")
@@ -151,7 +172,8 @@ def main() -> None:
     rows = []
     for ranks in args.ranks:
         for system in args.systems:
-            asked = {"system": system, "ranks": ranks, "rank": 0, "blocks": args.blocks, "steps": args.steps}
+            asked = {"system": system, "ranks": ranks, "rank": 0, "steps": args.steps}
+            asked |= {"dim": args.dim, "blocks": args.blocks}
             words = [
                 sys.executable,
                 "-m",
@@ -161,7 +183,7 @@ def main() -> None:
             ]
             done = subprocess.run(words, capture_output=True, text=True)
             if done.returncode:
-                rows.append([str(ranks), system, done.stderr.strip().splitlines()[-1][:90], "", "", "", ""])
+                rows.append([str(ranks), system, done.stderr.strip().splitlines()[-1][:90], "", "", "", "", ""])
                 continue
             found = json.loads(done.stdout.strip().splitlines()[-1])
             issued = ", ".join(f"{count} {kind}" for kind, count in found["collectives"].items()) or "none"
@@ -174,10 +196,20 @@ def main() -> None:
                     issued,
                     f"{found['mib']:.0f}",
                     f"{found['memory_mib']:.0f}",
+                    f"{found['beside_share_s'] / found['share_s']:.2f}x" if "share_s" in found else "",
                 ]
             )
             print(json.dumps(found), file=sys.stderr, flush=True)
-    columns = ["ranks", "system", "step, no network, ms", "step, ms", "collectives", "MiB", "memory, MiB"]
+    columns = [
+        "ranks",
+        "system",
+        "step, no network, ms",
+        "step, ms",
+        "collectives",
+        "MiB",
+        "memory, MiB",
+        "of its share",
+    ]
     print(markdown_table(columns, rows))
 
 
