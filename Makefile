@@ -1,5 +1,5 @@
-# Everything runs in a virtual environment of its own, with the versions of constraints.txt. Another torch has another
-# environment: make test TORCH=2.15.0
+# Everything runs in a virtual environment of its own, with the versions and hashes of constraints.txt. Another torch has
+# another environment: make test TORCH=2.15.0
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
 PYTHON ?= python3
@@ -12,6 +12,8 @@ XDIST = -n 2 --max-worker-restart 0
 PYTEST = $(VENV)/bin/python -m pytest $(XDIST) --dist loadfile
 ARGS ?=
 INSTALLED = $(VENV)/.installed
+# Another torch brings its own Triton.
+WITHOUT = $(if $(filter-out $(PINNED),$(TORCH)),/^triton==/d; )
 
 .PHONY: train test test-all test-gpu-structure gpu-structure soak lint bench docs clean
 
@@ -52,17 +54,15 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.wrapping
 
 # The pages of docs/ as a site in out/docs. Nothing is downloaded but the tools, once.
-docs: $(VENV)/.installed-docs
+docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
-
-$(VENV)/.installed-docs: $(INSTALLED)
-	$(VENV)/bin/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[docs]'
-	touch $@
 
 $(INSTALLED): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	sed 's/^torch==.*/torch==$(TORCH)/$(if $(filter-out $(PINNED),$(TORCH)),; /^triton==/d)' constraints.txt > $(VENV)/constraints.txt
-	$(VENV)/bin/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
+	sed '$(WITHOUT)s/^torch==.*/torch==$(TORCH)/; s/ --hash=.*//' constraints.txt > $(VENV)/constraints.txt
+	sed -n '$(WITHOUT)/ --hash=/p' constraints.txt > $(VENV)/hashed.txt
+	$(VENV)/bin/pip install --quiet --no-deps --require-hashes --requirement $(VENV)/hashed.txt
+	$(VENV)/bin/pip install --quiet --no-build-isolation --constraint $(VENV)/constraints.txt --editable '.[dev,docs]'
 	touch $@
 
 clean:

@@ -175,3 +175,12 @@ def test_the_command_runs_from_a_source_tree_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(cli, "version", version_of_others)
     arguments = cli.parser(["plan"]).parse_args(["plan", "--model", "llama3-8b", "--ranks", "8", "--profile", "h100"])
     assert arguments.ranks == 8
+
+
+def test_every_pin_but_torch_has_the_hashes_of_its_files() -> None:
+    lines = [line.split() for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert len(lines) > 90
+    for pin, *hashes in lines:
+        assert re.fullmatch(r"[\w.-]+==[\w.]+", pin), pin
+        assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", each) for each in hashes), pin
+        assert bool(hashes) == (not pin.startswith("torch==")), pin
