@@ -49,8 +49,8 @@ def main() -> None:
         searched = time.perf_counter() - began
         assert found is not None
         (free,) = found
-        least = least_memory_schedule(graph).timeline.peak
-        budget = least + (free.timeline.peak - least) // 2
+        least = least_memory_schedule(graph).peak
+        budget = least + (free.peak - least) // 2
         began = time.perf_counter()
         assert search_schedule(graph, budget, [proposal.schedule]) is not None
         tight = time.perf_counter() - began
@@ -59,7 +59,7 @@ def main() -> None:
         choose_unsharded(forward, graph, [gather.fqn for gather in graph.gathers], budget)
         unsharded_s = time.perf_counter() - began
         count = len(graph.gathers) + len(graph.reductions)
-        above, greedys = (100 * (one.timeline.seconds / lower_bound(graph) - 1) for one in (free, proposal))
+        above, greedys = (100 * (one.predicted_s / lower_bound(graph) - 1) for one in (free, proposal))
         print(
             f"| {layers} | {count:,} | {searched:.2f} | {1000 * searched / count:.2f} | {tight:.2f} | {above:.1f} % "
             f"| {greedys:.1f} % | {unsharded_s:.1f} |",

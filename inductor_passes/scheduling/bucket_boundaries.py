@@ -1,9 +1,9 @@
 """Which neighbours share a bucket: ways to cut the gathers and reductions of a graph.
 
-``gather_boundaries`` goes once over the gathers in the order of their use and keeps, for each prefix, the pairs (when
+``Cuts.gathers`` goes once over the gathers in the order of their use and keeps, for each prefix, the pairs (when
 the channel is free, how late compute is) that no other pair beats in both; the best pair of the whole says where to
 cut. For gathers alone, issued as soon as the channel is free, that is exact, but for the limits that keep it fast.
-``reduction_boundaries`` is the same with time reversed: the gradient that a reduction waits for is then what a gather
+``Cuts.reductions`` is the same with time reversed: the gradient that a reduction waits for is then what a gather
 holds up.
 """
 
@@ -51,32 +51,41 @@ Way = tuple[float, float]
 """A factor by which transfers count as slower, and the most bytes of a bucket."""
 
 
-def _bucket_chain(chain: Sequence[_ChainMember], ways: Sequence[Way]) -> list[Boundaries]:
-    """Return buckets for gathers in the order of their use, for each of several ways.
+class _Chain:
+    """Gathers in the order of their use, to be cut in any number of ways."""
 
-    A pair of a prefix is the time when the channel has carried out the prefix's buckets, and the delay of compute
-    compared with no communication.
-    """
-    slower, largest = np.array(ways).T
-    at = np.array([member.at for member in chain])
-    free = np.full((len(chain) + 1, len(ways), _FRONT), np.inf)
-    late = np.full_like(free, np.inf)
-    free[0, :, 0] = late[0, :, 0] = 0.0
-    came = np.zeros((*free.shape, 2), dtype=int)
-    """For each pair, the prefix without the last bucket, and the number of that prefix's pair."""
-    for end in range(1, len(chain) + 1):
-        begin = max(0, end - _WINDOW)
-        channel, overhead, nbytes = map(np.array, zip(*_last_buckets(chain[begin:end]), strict=True))
-        fits = (nbytes[:, None] <= largest) | (np.arange(begin, end) == end - 1)[:, None]
-        done = free[begin:end] + np.where(fits, np.outer(channel, slower), np.inf)[..., None]
-        delay = np.maximum(late[begin:end], done - at[begin:end, None, None]) + overhead[:, None, None]
-        done, delay = (np.moveaxis(pairs, 0, 1).reshape(len(ways), -1) for pairs in (done, delay))
-        best = _undominated(done, delay)
-        place = np.maximum(best, 0)
-        free[end] = np.where(best < 0, np.inf, np.take_along_axis(done, place, 1))
-        late[end] = np.where(best < 0, np.inf, np.take_along_axis(delay, place, 1))
-        came[end] = np.stack((begin + place // _FRONT, place % _FRONT), axis=-1)
-    return [_ends(came[:, way], int(np.lexsort((free[-1, way], late[-1, way]))[0])) for way in range(len(ways))]
+    def __init__(self, members: Sequence[_ChainMember]):
+        self._at = np.array([member.at for member in members])
+        self._last = [
+            [np.array(costs) for costs in zip(*_last_buckets(members[max(0, end - _WINDOW) : end]), strict=True)]
+            for end in range(1, len(members) + 1)
+        ]
+        """Costs of all last buckets of each prefix."""
+
+    def cut(self, ways: Sequence[Way]) -> list[Boundaries]:
+        """Return buckets for each way.
+
+        A pair of a prefix is the time when the channel has carried out the prefix's buckets, and the delay of compute
+        compared with no communication.
+        """
+        slower, largest = np.array(ways).T
+        free = np.full((len(self._last) + 1, len(ways), _FRONT), np.inf)
+        late = np.full_like(free, np.inf)
+        free[0, :, 0] = late[0, :, 0] = 0.0
+        came = np.zeros((*free.shape, 2), dtype=int)
+        """For each pair, the prefix without the last bucket, and the number of that prefix's pair."""
+        for end, (channel, overhead, nbytes) in enumerate(self._last, 1):
+            begin = end - len(channel)
+            fits = (nbytes[:, None] <= largest) | (np.arange(begin, end) == end - 1)[:, None]
+            done = free[begin:end] + np.where(fits, np.outer(channel, slower), np.inf)[..., None]
+            delay = np.maximum(late[begin:end], done - self._at[begin:end, None, None]) + overhead[:, None, None]
+            done, delay = (np.moveaxis(pairs, 0, 1).reshape(len(ways), -1) for pairs in (done, delay))
+            best = _undominated(done, delay)
+            place = np.maximum(best, 0)
+            free[end] = np.where(best < 0, np.inf, np.take_along_axis(done, place, 1))
+            late[end] = np.where(best < 0, np.inf, np.take_along_axis(delay, place, 1))
+            came[end] = np.stack((begin + place // _FRONT, place % _FRONT), axis=-1)
+        return [_ends(came[:, way], int(np.lexsort((free[-1, way], late[-1, way]))[0])) for way in range(len(ways))]
 
 
 def _last_buckets(chain: Sequence[_ChainMember]) -> Iterator[tuple[float, float, int]]:
@@ -126,15 +135,25 @@ def _ends(came: Places, pair: int) -> Boundaries:
     return tuple(buckets[::-1])
 
 
-def gather_boundaries(graph: CostGraph, ways: Sequence[Way]) -> list[Boundaries]:
-    at = list(accumulate(graph.seconds, initial=0.0))
-    return _bucket_chain([_ChainMember(g.kind, g.nbytes, at[g.first_use_slot]) for g in graph.gathers], ways)
+class Cuts:
+    """The gathers and reductions of a graph, to be cut in any number of ways."""
 
+    def __init__(self, graph: CostGraph):
+        at = list(accumulate(graph.seconds, initial=0.0))
+        self._gathers = _Chain([_ChainMember(g.kind, g.nbytes, at[g.first_use_slot]) for g in graph.gathers])
+        reversed_reductions = graph.reductions[::-1]
+        self._reductions = _Chain(
+            [_ChainMember(r.kind, r.nbytes, at[-1] - at[r.ready_slot]) for r in reversed_reductions]
+        )
+        self._last = len(graph.reductions) - 1
 
-def reduction_boundaries(graph: CostGraph, ways: Sequence[Way]) -> list[Boundaries]:
-    at = list(accumulate(graph.seconds, initial=0.0))
-    count = len(graph.reductions)
-    found = _bucket_chain(
-        [_ChainMember(r.kind, r.nbytes, at[-1] - at[r.ready_slot]) for r in graph.reductions[::-1]], ways
-    )
-    return [tuple(tuple(count - 1 - i for i in members[::-1]) for members in boundaries[::-1]) for boundaries in found]
+    def gathers(self, ways: Sequence[Way]) -> list[Boundaries]:
+        """Return the buckets of gathers, for each way."""
+        return self._gathers.cut(ways)
+
+    def reductions(self, ways: Sequence[Way]) -> list[Boundaries]:
+        """Return the buckets of reductions, for each way."""
+        return [
+            tuple(tuple(self._last - i for i in members[::-1]) for members in boundaries[::-1])
+            for boundaries in self._reductions.cut(ways)
+        ]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 from inductor_passes.scheduling.issue_points import Schedule
-from inductor_passes.scheduling.replay import replay
+from inductor_passes.scheduling.replay import seconds_and_peak
 
 
 class Deviation(NamedTuple):
@@ -63,6 +63,6 @@ def seconds_with_deviations(
 ) -> list[float]:
     """Return the seconds of these graphs together, a schedule for each: as predicted, and with each deviation."""
     return [
-        sum(replay(deviating(graph, each), one).seconds for graph, one in zip(graphs, schedules, strict=True))
+        sum(seconds_and_peak(deviating(graph, each), one)[0] for graph, one in zip(graphs, schedules, strict=True))
         for each in (Deviation(), *deviations)
     ]

@@ -44,7 +44,7 @@ def choose_unsharded(
             search_schedule(graphs[1], budget, effort=QUICK),
         )
         if first and second:
-            found.append((first.timeline.seconds + second.timeline.seconds, fqns))
+            found.append((first.predicted_s + second.predicted_s, fqns))
     fastest = min((seconds for seconds, _ in found), default=0.0)
     return next((fqns for seconds, fqns in found if seconds <= (1 + TIME_TOLERANCE) * fastest), frozenset())
 

@@ -15,6 +15,7 @@ import torch
 
 from inductor_passes.ops.wire_formats import DTYPES, GATHER_FORMATS, LEVELS, REDUCE_FORMATS, Encoding, milder
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
+from inductor_passes.scheduling.replay import replay
 from inductor_passes.scheduling.search import QUICK, TIME_TOLERANCE, search_schedule
 
 _PARTS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
@@ -77,7 +78,7 @@ def choose_narrowed(graphs: Sequence[CostGraph], memory_limit: float = math.inf)
         if any(choice == other for _, other in tried):
             continue
         found = [search_schedule(narrowed(graph, choice), memory_limit, effort=QUICK) for graph in graphs]
-        seconds = sum(each.timeline.seconds if each else math.inf for each in found)
+        seconds = sum(each.predicted_s if each else math.inf for each in found)
         tried.append((seconds, choice))
     fastest = min(seconds for seconds, _ in tried)
     return next(choice for seconds, choice in tried if seconds <= (1 + TIME_TOLERANCE) * fastest)
@@ -133,7 +134,7 @@ def _by_exposure(graphs: Sequence[CostGraph]) -> list[tuple[str, bool, int]]:
             sizes |= _sizes(members, reduces, allowed[reduces])
         for key, size in sizes.items():
             nbytes[key] = nbytes.get(key, 0) + size
-        for span in found.timeline.spans:
+        for span in replay(plain, found.schedule).spans:
             for fqn in span.fqns:
                 if (key := (fqn, span.what != "gather")) in nbytes:
                     exposed[key] = exposed.get(key, 0.0) + span.exposed / len(span.fqns)

@@ -98,7 +98,7 @@ class Replay:
         self._starts: list[float] = []
         self._ends: list[float] = []
         self._memory = list(graph.live_bytes_at_slot)
-        self._spans: list[CollectiveSpan] = []
+        self._awaited: list[tuple[CollectiveSpan, float]] = []
 
     @property
     def last_read(self) -> Sequence[int]:
@@ -173,11 +173,18 @@ class Replay:
             self._note(0)
         self.slot += 1
 
+    @property
+    def peak(self) -> int:
+        """The most bytes in use so far."""
+        return max(self._memory)
+
     def timeline(self) -> Timeline:
         """Return the timeline; to be called once ``advance`` has come to the end."""
-        memory = tuple(self._memory)
-        starts, ends, spans = tuple(self._starts), tuple(self._ends), tuple(self._spans)
-        return Timeline(self.clock, self.exposed, max(memory), starts, ends, memory, spans)
+        spans = tuple(
+            CollectiveSpan._make((*span[:_AWAITED], awaited, *span[_AWAITED + 1 :])) for span, awaited in self._awaited
+        )
+        starts, ends, memory = tuple(self._starts), tuple(self._ends), tuple(self._memory)
+        return Timeline(self.clock, self.exposed, self.peak, starts, ends, memory, spans)
 
     def _issue(
         self,
@@ -199,7 +206,7 @@ class Replay:
         )
 
     def _wait(self, span: CollectiveSpan) -> None:
-        self._spans.append(CollectiveSpan._make((*span[:_AWAITED], self.clock, *span[_AWAITED + 1 :])))
+        self._awaited.append((span, self.clock))
         if span.finished > self.clock:
             self.exposed += span.finished - self.clock
             self.clock = span.finished
@@ -230,6 +237,16 @@ class Replay:
 
 def replay(graph: CostGraph, schedule: Schedule) -> Timeline:
     """Return what ``schedule`` takes on ``graph`` if every step and collective takes its predicted time."""
+    return _replayed(graph, schedule).timeline()
+
+
+def seconds_and_peak(graph: CostGraph, schedule: Schedule) -> tuple[float, int]:
+    """Return these two of ``replay``, in less time."""
+    run = _replayed(graph, schedule)
+    return run.clock, run.peak
+
+
+def _replayed(graph: CostGraph, schedule: Schedule) -> Replay:
     run = Replay(graph)
     end = len(graph.seconds)
     gathering: list[list[CollectiveSpan]] = [[] for _ in schedule.gathers]
@@ -256,7 +273,7 @@ def replay(graph: CostGraph, schedule: Schedule) -> Timeline:
                 reducing[i] = [span for span in reducing[i] if span.kind.all_reduce_after]
     while run.slot <= end:
         run.advance()
-    return run.timeline()
+    return run
 
 
 class _Action(IntEnum):

@@ -29,16 +29,11 @@ from typing import NamedTuple
 
 from inductor_passes.scheduling import issue_points
 from inductor_passes.scheduling.arrange import Choice, arrange
-from inductor_passes.scheduling.bucket_boundaries import (
-    even_buckets,
-    gather_boundaries,
-    one_bucket_each,
-    reduction_boundaries,
-)
+from inductor_passes.scheduling.bucket_boundaries import Cuts, even_buckets, one_bucket_each
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.deviations import SLOW_NETWORK, Deviation, deviating
 from inductor_passes.scheduling.issue_points import Schedule, ScheduledBucket
-from inductor_passes.scheduling.replay import Timeline, replay
+from inductor_passes.scheduling.replay import seconds_and_peak
 
 TIME_TOLERANCE = 0.005
 """The part of the predicted time that is given up for less memory without a limit: less than predictions err by."""
@@ -71,10 +66,37 @@ QUICK = Effort(speeds=(1.0,), parts=(16,), best=0, work=2_000)
 
 class ReplayedSchedule(NamedTuple):
     schedule: Schedule
-    timeline: Timeline
-    """The replay as predicted."""
+    predicted_s: float
+    """What it takes as predicted, in seconds."""
+    peak: int
+    """The most bytes in use at any time."""
     seconds: float
     """The mean of the times as predicted and with each deviation that counts."""
+
+
+class Tried:
+    """What searches on one graph have arranged and replayed, so that none does it again."""
+
+    def __init__(self, graph: CostGraph):
+        self.graph = graph
+        self._arranged: dict[Choice, ReplayedSchedule] = {}
+        self._replayed: dict[Schedule, ReplayedSchedule] = {}
+
+    @functools.cached_property
+    def cuts(self) -> Cuts:
+        return Cuts(self.graph)
+
+    def arranged(self, choice: Choice) -> ReplayedSchedule:
+        """Return the arrangement of a choice, replayed as predicted."""
+        if (found := self._arranged.get(choice)) is None:
+            found = self._arranged[choice] = self.replayed(arrange(self.graph, choice))
+        return found
+
+    def replayed(self, schedule: Schedule) -> ReplayedSchedule:
+        """Return a schedule, replayed as predicted."""
+        if (found := self._replayed.get(schedule)) is None:
+            found = self._replayed[schedule] = _as_predicted(self.graph, schedule)
+        return found
 
 
 def search_schedule(
@@ -84,6 +106,7 @@ def search_schedule(
     *,
     effort: Effort = THOROUGH,
     deviations: Sequence[Deviation] = (),
+    tried: Tried | None = None,
 ) -> ReplayedSchedule | None:
     """Return the fastest schedule with a peak of at most ``budget`` bytes; ``None`` if none is found.
 
@@ -93,56 +116,59 @@ def search_schedule(
     Args:
         effort: the amount of work.
         deviations: what counts beside the prediction.
+        tried: what earlier searches on this graph have tried.
     """
+    tried = tried or Tried(graph)
     least = _least_memory_schedule(graph, effort.work)
-    given = [least, *(_as_predicted(graph, schedule) for schedule in proposals)]
-    arranged = _candidates(graph, budget, least.timeline.peak, effort)
+    given = [least, *map(tried.replayed, proposals)]
+    arranged = _candidates(tried, budget, least.peak, effort)
     candidates = sorted(
-        (found for found in (*given, *arranged) if found.timeline.peak <= budget), key=lambda found: found.seconds
+        (found for found in (*given, *arranged) if found.peak <= budget), key=lambda found: found.seconds
     )
     if not candidates:
         return None
 
     def faster(found: ReplayedSchedule) -> tuple[float, float] | None:
-        return (found.seconds, found.timeline.peak) if found.timeline.peak <= budget else None
+        return (found.seconds, found.peak) if found.peak <= budget else None
 
-    fastest = _improve(graph, candidates, faster, effort.work)
+    fastest = _improve(tried, candidates, faster, effort.work)
     if not deviations:
         return fastest
-    slowed = _candidates(deviating(graph, SLOW_NETWORK), budget, least.timeline.peak, effort)
+    slowed = _candidates(Tried(deviating(graph, SLOW_NETWORK)), budget, least.peak, effort)
     schedules = dict.fromkeys(found.schedule for found in (fastest, *candidates, *slowed))
-    return _fastest_in_the_mean(graph, [*schedules], budget, effort.work, deviations)
+    return _fastest_in_the_mean(tried, [*schedules], budget, effort.work, deviations)
 
 
 def _as_predicted(graph: CostGraph, schedule: Schedule) -> ReplayedSchedule:
-    timeline = replay(graph, schedule)
-    return ReplayedSchedule(schedule, timeline, timeline.seconds)
+    seconds, peak = seconds_and_peak(graph, schedule)
+    return ReplayedSchedule(schedule, seconds, peak, seconds)
 
 
 def _fastest_in_the_mean(
-    graph: CostGraph, schedules: Iterable[Schedule], budget: float, work: int, deviations: Sequence[Deviation]
+    tried: Tried, schedules: Iterable[Schedule], budget: float, work: int, deviations: Sequence[Deviation]
 ) -> ReplayedSchedule:
     """Return the best of ``schedules``, or what small changes make of it; one of them is within the budget."""
-    graphs = [graph, *(deviating(graph, each) for each in deviations)]
+    deviated = [deviating(tried.graph, each) for each in deviations]
 
     @functools.cache
     def mean(schedule: Schedule) -> float:
-        return statistics.fmean(replay(each, schedule).seconds for each in graphs)
+        others = (seconds_and_peak(each, schedule)[0] for each in deviated)
+        return statistics.fmean((tried.replayed(schedule).predicted_s, *others))
 
-    replayed = [_as_predicted(graph, schedule) for schedule in schedules]
+    replayed = map(tried.replayed, schedules)
     best = min(
-        (found._replace(seconds=mean(found.schedule)) for found in replayed if found.timeline.peak <= budget),
-        key=lambda found: (found.seconds, found.timeline.peak),
+        (found._replace(seconds=mean(found.schedule)) for found in replayed if found.peak <= budget),
+        key=lambda found: (found.seconds, found.peak),
     )
-    longest = best.timeline.seconds * (1 + _PRUNED)
+    longest = best.predicted_s * (1 + _PRUNED)
 
     def faster(found: ReplayedSchedule) -> tuple[float, float] | None:
-        if found.timeline.peak > budget or found.timeline.seconds > longest:
+        if found.peak > budget or found.predicted_s > longest:
             return None
-        return mean(found.schedule), found.timeline.peak
+        return mean(found.schedule), found.peak
 
-    work = work // (len(graph.gathers) + len(graph.reductions) + 1) // len(graphs)
-    best, _ = _descend(graph, best, faster, work, steps=2)
+    work = _replays(tried.graph, work) // (1 + len(deviated))
+    best, _ = _descend(tried, best, faster, work, steps=2)
     return best._replace(seconds=mean(best.schedule))
 
 
@@ -218,47 +244,53 @@ def _least_memory_schedule(graph: CostGraph, work: int) -> ReplayedSchedule:
             for i, r in enumerate(graph.reductions)
         ),
     )
-    work = work // (len(graph.gathers) + len(graph.reductions) + 1)
-    found = _as_predicted(graph, schedule)
-    return _descend(graph, found, lambda found: (found.timeline.peak, 0.0), work, steps=2)[0]
+    tried = Tried(graph)
+    least = tried.replayed(schedule)
+    return _descend(tried, least, lambda found: (found.peak, 0.0), _replays(graph, work), steps=2)[0]
 
 
-def _candidates(graph: CostGraph, budget: float, least: int, effort: Effort) -> list[ReplayedSchedule]:
+def _replays(graph: CostGraph, work: int) -> int:
+    """Return how often a graph is replayed for a number of collectives."""
+    return work // (len(graph.gathers) + len(graph.reductions) + 1)
+
+
+def _candidates(tried: Tried, budget: float, least: int, effort: Effort) -> list[ReplayedSchedule]:
     """Return arrangements within the budget: of all sets of buckets in one way, of the best of them in all ways.
 
     ``least``: the lowest peak there is.
     """
+    graph = tried.graph
     whole = sum(member.nbytes for member in (graph.gathers or graph.reductions))
     spare = min(budget - least, whole)
     ways = [(speed, math.inf) for speed in effort.speeds]
     ways += [(1.0, part / n) for part in dict.fromkeys((whole, spare)) for n in effort.parts]
     boundaries = [(one_bucket_each(graph.gathers), one_bucket_each(graph.reductions))]
-    boundaries += zip(gather_boundaries(graph, ways), reduction_boundaries(graph, ways), strict=True)
+    boundaries += zip(tried.cuts.gathers(ways), tried.cuts.reductions(ways), strict=True)
     boundaries += [
         (even_buckets(graph.gathers, parts), even_buckets(graph.reductions, parts)) for parts in effort.parts
     ]
     found = {
-        choice: _arrange_within_budget(graph, choice, budget)
+        choice: _arrange_within_budget(tried, choice, budget)
         for choice in (Choice(*boundary_set) for boundary_set in dict.fromkeys(boundaries))
     }
     best = sorted(found, key=lambda choice: f.seconds if (f := found[choice]) else math.inf)[: effort.best]
     for choice, margin, gathers_first in product(best, _MARGINS, (False, True)):
         other = choice._replace(margin=margin, gathers_first=gathers_first)
         if graph.reductions or not gathers_first:
-            found[other] = _arrange_within_budget(graph, other, budget)
+            found[other] = _arrange_within_budget(tried, other, budget)
     return [f for f in found.values() if f is not None]
 
 
-def _arrange_within_budget(graph: CostGraph, choice: Choice, budget: float) -> ReplayedSchedule | None:
+def _arrange_within_budget(tried: Tried, choice: Choice, budget: float) -> ReplayedSchedule | None:
     """Return the arrangement of a choice that gives gathers the most memory within the budget, or ``None``."""
-    found = _as_predicted(graph, arrange(graph, choice))
-    if found.timeline.peak <= budget:
+    found = tried.arranged(choice)
+    if found.peak <= budget:
         return found
     best, low, high = None, 0.0, float(budget)
     for memory_limit in (high, low, *[math.nan] * 4):
         memory_limit = (low + high) / 2 if math.isnan(memory_limit) else memory_limit
-        found = _as_predicted(graph, arrange(graph, choice._replace(memory_limit=memory_limit)))
-        if found.timeline.peak <= budget:
+        found = tried.arranged(choice._replace(memory_limit=memory_limit))
+        if found.peak <= budget:
             best, low = found, memory_limit
         elif memory_limit == 0:
             return None
@@ -273,28 +305,26 @@ _Rank = Callable[[ReplayedSchedule], tuple[float, float] | None]
 """Rank of a schedule, the lower the better; ``None``: the schedule is not allowed."""
 
 
-def _improve(graph: CostGraph, starts: Sequence[ReplayedSchedule], rank: _Rank, work: int) -> ReplayedSchedule:
+def _improve(tried: Tried, starts: Sequence[ReplayedSchedule], rank: _Rank, work: int) -> ReplayedSchedule:
     """Return the best schedule that small changes make of ``starts``, of which the first ones get the most work."""
-    work = work // (len(graph.gathers) + len(graph.reductions) + 1)
+    work = _replays(tried.graph, work)
     best = starts[0]
     for found in starts:
-        found, work = _descend(graph, found, rank, work, steps=2)
+        found, work = _descend(tried, found, rank, work, steps=2)
         best = min(best, found, key=lambda found: rank(found) or (math.inf, math.inf))
-    return _descend(graph, best, rank, work, steps=_STEPS)[0]
+    return _descend(tried, best, rank, work, steps=_STEPS)[0]
 
 
-def _descend(
-    graph: CostGraph, best: ReplayedSchedule, rank: _Rank, work: int, steps: int
-) -> tuple[ReplayedSchedule, int]:
+def _descend(tried: Tried, best: ReplayedSchedule, rank: _Rank, work: int, steps: int) -> tuple[ReplayedSchedule, int]:
     """Follow the next better schedule within ``steps`` changes, and on from there, until ``work`` are replayed."""
     improved = True
     while improved:
         improved = False
-        for schedule in _schedules_around(graph, best.schedule, steps):
+        for schedule in _schedules_around(tried.graph, best.schedule, steps):
             if work <= 0:
                 return best, work
             work -= 1
-            found = _as_predicted(graph, schedule)
+            found = tried.replayed(schedule)
             ranks = rank(found), rank(best)
             if ranks[0] is not None and ranks[1] is not None and ranks[0] < ranks[1]:
                 best, improved = found, True

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.deviations import Deviation, seconds_with_deviations
 from inductor_passes.scheduling.issue_points import Schedule
-from inductor_passes.scheduling.replay import replay
 from inductor_passes.scheduling.search import (
     QUICK,
     THOROUGH,
     Effort,
     ReplayedSchedule,
+    Tried,
     least_memory_schedule,
     search_schedule,
 )
@@ -46,57 +46,55 @@ def search_step(
         tolerance: the part of the time of the step that may be given up for a lower peak.
         deviations: what counts beside the prediction.
     """
+    tried = [Tried(graph) for graph in graphs]
     if not tolerance:
-        return _within(graphs, budget, proposals, THOROUGH, deviations)
-    fastest = _within(graphs, budget, proposals, THOROUGH)
+        return _within(tried, budget, proposals, THOROUGH, deviations)
+    fastest = _within(tried, budget, proposals, THOROUGH)
     if fastest is None:
         return None
-    replayed = [[replay(graph, one) for graph, one in zip(graphs, each, strict=True)] for each in proposals]
-    allowed = [
-        (each, timelines)
-        for each, timelines in zip(proposals, replayed, strict=True)
-        if all(timeline.peak <= budget for timeline in timelines)
-    ]
-    proposed = [sum(timeline.seconds for timeline in timelines) for _, timelines in allowed]
-    longest = min([_seconds(fastest) * (1 + tolerance), *proposed])
+    proposed = [[one.replayed(schedule) for one, schedule in zip(tried, each, strict=True)] for each in proposals]
+    allowed = [each for each in proposed if _peak(each) <= budget]
+    longest = min([_seconds(fastest) * (1 + tolerance), *map(_seconds, allowed)])
     found = fastest
-    least = max(least_memory_schedule(graph).timeline.peak for graph in graphs)
+    least = max(least_memory_schedule(graph).peak for graph in graphs)
     for _ in range(_BISECTIONS):
         limit = (least + _peak(found)) / 2
-        tried = _within(graphs, limit, proposals, QUICK)
-        if tried is not None and _seconds(tried) <= longest:
-            found = tried
+        within = _within(tried, limit, proposals, QUICK)
+        if within is not None and _seconds(within) <= longest:
+            found = within
         else:
             least = math.ceil(limit)
     if found is fastest and not deviations:
         return fastest
     proposals = [*proposals, [one.schedule for one in found]]
-    lean = _within(graphs, _peak(found), proposals, THOROUGH, deviations)
+    lean = _within(tried, _peak(found), proposals, THOROUGH, deviations)
     assert lean is not None
     faster = [
-        max(timeline.peak for timeline in timelines)
-        for each, timelines in allowed
-        if _mean(graphs, each, deviations) * (1 + tolerance) < _seconds(lean)
+        _peak(each)
+        for each in allowed
+        if _mean(graphs, [one.schedule for one in each], deviations) * (1 + tolerance) < _seconds(lean)
     ]
-    return _within(graphs, max(faster), proposals, THOROUGH, deviations) if faster else lean
+    return _within(tried, max(faster), proposals, THOROUGH, deviations) if faster else lean
 
 
 def quick_seconds(graphs: Sequence[CostGraph], limit: float, deviations: Sequence[Deviation]) -> float:
     """Return about how long these graphs take with peaks of at most ``limit`` bytes; infinite: they do not fit."""
-    found = _within(graphs, limit, (), QUICK, deviations)
+    found = _within([Tried(graph) for graph in graphs], limit, (), QUICK, deviations)
     return math.inf if found is None else _seconds(found)
 
 
 def _within(
-    graphs: Sequence[CostGraph],
+    tried: Sequence[Tried],
     limit: float,
     proposals: Sequence[Sequence[Schedule]],
     effort: Effort,
     deviations: Sequence[Deviation] = (),
 ) -> Found | None:
     found = [
-        search_schedule(graph, limit, [each[i] for each in proposals], effort=effort, deviations=deviations)
-        for i, graph in enumerate(graphs)
+        search_schedule(
+            one.graph, limit, [each[i] for each in proposals], effort=effort, deviations=deviations, tried=one
+        )
+        for i, one in enumerate(tried)
     ]
     return [one for one in found if one is not None] if all(found) else None
 
@@ -111,4 +109,4 @@ def _seconds(found: Found) -> float:
 
 
 def _peak(found: Found) -> int:
-    return max(one.timeline.peak for one in found)
+    return max(one.peak for one in found)

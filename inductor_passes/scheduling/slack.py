@@ -18,7 +18,7 @@ from inductor_passes.scheduling import issue_points
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.deviations import Deviation, deviating
 from inductor_passes.scheduling.issue_points import Schedule, ScheduledBucket
-from inductor_passes.scheduling.replay import CollectiveSpan, Timeline, replay
+from inductor_passes.scheduling.replay import CollectiveSpan, Timeline, replay, seconds_and_peak
 
 _TRIED = 4
 """Number of slots that are tried for a bucket, each half as far away as the one before."""
@@ -120,7 +120,7 @@ class _Slack:
         if not self._deviating:
             return 0.0
         self._work -= len(self._deviating)
-        return timeline.seconds + sum(replay(graph, schedule).seconds for graph in self._deviating)
+        return timeline.seconds + sum(seconds_and_peak(graph, schedule)[0] for graph in self._deviating)
 
     def _take(self, schedule: Schedule, timeline: Timeline, seconds: float) -> None:
         self.schedule, self._timeline, self._seconds = schedule, timeline, seconds

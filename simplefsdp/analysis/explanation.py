@@ -369,8 +369,8 @@ def _planned(
     ]
     if not all(found):
         return None
-    seconds = sum(one.timeline.seconds for one in found if one)
-    peaks = [one.timeline.peak for one in found if one]
+    seconds = sum(one.predicted_s for one in found if one)
+    peaks = [one.peak for one in found if one]
     return seconds + costs.outside_s, costs.resident_bytes + max(*peaks, costs.outside_bytes)
 
 

@@ -137,7 +137,7 @@ def search_plan(request: SearchRequest, step: StepToPlan) -> BucketPlan:
     known = _block_or_manual(BLOCK.prefetch, step)
     limit = memory_limit(request, resident)
     minima = [least_memory_schedule(graph) for graph in graphs]
-    least = max(schedules.timeline.peak for schedules in minima)
+    least = max(schedules.peak for schedules in minima)
     if least > limit and request.budget is None:
         log.warning(
             "plan=%r: this step is predicted to need %d bytes of a device of %d; it is planned for the least memory",
@@ -159,14 +159,13 @@ def search_plan(request: SearchRequest, step: StepToPlan) -> BucketPlan:
         proposals = [block, [one.schedule for one in by_rule]]
         found = search_step(graphs, limit, proposals, tolerance=time_tolerance(request), deviations=DEVIATIONS)
         assert found is not None
-        peak = max(one.timeline.peak for one in found)
+        peak = max(one.peak for one in found)
         schedules = [
             with_slack(graph, one.schedule, peak, DEVIATIONS) for graph, one in zip(graphs, found, strict=True)
         ]
     else:
         schedules = [
-            (one if one.timeline.peak <= limit else lowest).schedule
-            for one, lowest in zip(by_rule, minima, strict=True)
+            (one if one.peak <= limit else lowest).schedule for one, lowest in zip(by_rule, minima, strict=True)
         ]
     (forward, _), (backward, reductions) = (
         buckets_of(graph, schedule, position) for graph, schedule in zip(graphs, schedules, strict=True)
@@ -238,7 +237,7 @@ def with_reshard_decided(
 
 def fits_memory(request: SearchRequest, graphs: Sequence[CostGraph], resident: int) -> bool:
     """Return whether there is a plan for these graphs within the budget or the device."""
-    return max(least_memory_schedule(graph).timeline.peak for graph in graphs) <= memory_limit(request, resident)
+    return max(least_memory_schedule(graph).peak for graph in graphs) <= memory_limit(request, resident)
 
 
 def time_tolerance(request: SearchRequest) -> float:

@@ -45,7 +45,7 @@ def pair(s_per_byte: float, weights: int = 8, reduce: str = "int8", ends: int = 
 
 def seconds(graphs: tuple[CostGraph, CostGraph], chosen: Narrowed) -> float:
     found = [search_schedule(narrowed(graph, chosen), effort=QUICK) for graph in graphs]
-    return sum(each.timeline.seconds for each in found if each)
+    return sum(each.predicted_s for each in found if each)
 
 
 def test_what_hides_travels_as_it_is() -> None:

@@ -32,7 +32,7 @@ def backward(kind: CollectiveKind = SLOW) -> CostGraph:
 
 
 def test_a_collective_awaited_where_it_is_issued_is_exposed() -> None:
-    timeline = least_memory_schedule(forward()).timeline
+    timeline = replay(forward(), least_memory_schedule(forward()).schedule)
     assert (timeline.seconds, timeline.exposed) == pytest.approx((15.0, 6.0))
     assert timeline.starts == pytest.approx((2.0, 7.0, 12.0, 15.0))
     # Weights: a all the time, b in its own step, c in its own and afterwards.
@@ -69,7 +69,7 @@ def test_compute_is_slower_while_a_collective_is_under_way() -> None:
     one_step = forward()._replace(contention=(0.0, 0.5, 0.0))
     assert replay(one_step, at_once).starts == pytest.approx((2.0, 5.0, 8.5, 11.5))
     # Awaited where they are issued, collectives are beside no compute.
-    assert least_memory_schedule(all_steps).timeline.seconds == pytest.approx(15.0)
+    assert least_memory_schedule(all_steps).predicted_s == pytest.approx(15.0)
 
 
 def test_copies_are_slower_while_a_collective_is_under_way() -> None:
@@ -134,7 +134,7 @@ def test_gradients_take_memory_until_they_are_reduced() -> None:
     )
     assert soon.memory == (10, 10 + 1 + 10, 10 + 2 + 10, 3 + 10)
     assert soon.seconds == pytest.approx(9.0 + 2.0)
-    at_once = least_memory_schedule(backward()).timeline
+    at_once = replay(backward(), least_memory_schedule(backward()).schedule)
     assert at_once.memory == (10, 1 + 10, 2 + 10, 3 + 10)
     assert at_once.exposed == pytest.approx(6.0)
 
@@ -145,7 +145,7 @@ def test_a_gradient_that_is_cast_takes_its_own_bytes_until_its_reduction_is_issu
     graph = graph._replace(reductions=cast, live_bytes_in_step=(4, 4, 4))  # made in the step, complete behind it
     late = replay(graph, Schedule((), (ScheduledBucket((0, 1, 2), 3, 3),)))
     assert late.memory == (4, 4 + 4, 4 + 8, 12 + 30)
-    at_once = least_memory_schedule(graph).timeline
+    at_once = replay(graph, least_memory_schedule(graph).schedule)
     assert at_once.memory == (4, 4 + 10, 1 + 4 + 10, 2 + 4 + 10)
     elsewhere = graph._replace(reductions=tuple(reduction._replace(copied_from=0) for reduction in cast))
     assert replay(elsewhere, Schedule((), (ScheduledBucket((0, 1, 2), 3, 3),))).memory == (4, 4, 4, 30 + 3)

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 
 from inductor_passes.scheduling import bucket_boundaries
 from inductor_passes.scheduling.arrange import _GatherIssue
-from inductor_passes.scheduling.bucket_boundaries import gather_boundaries, reduction_boundaries
+from inductor_passes.scheduling.bucket_boundaries import Cuts
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 from inductor_passes.scheduling.issue_points import Bucket, Schedule, ScheduledBucket, buckets_of, schedule_of
 from inductor_passes.scheduling.replay import Replay, lower_bound, replay
@@ -75,7 +75,7 @@ def assert_as_fast(seconds: float, graph: CostGraph, budget: float = math.inf) -
 def test_no_forward_is_faster(graph: CostGraph) -> None:
     found = search_schedule(graph)
     assert found is not None
-    assert_as_fast(found.timeline.seconds, graph)
+    assert_as_fast(found.predicted_s, graph)
 
 
 @given(cost_graphs(gathers=3, reductions=3))
@@ -83,17 +83,17 @@ def test_no_forward_is_faster(graph: CostGraph) -> None:
 def test_no_backward_is_faster(graph: CostGraph) -> None:
     found = search_schedule(graph)
     assert found is not None
-    assert_as_fast(found.timeline.seconds, graph)
+    assert_as_fast(found.predicted_s, graph)
 
 
 @given(cost_graphs(gathers=3, reductions=2), st.integers(0, 6))
 @settings(max_examples=200, deadline=None)
 def test_none_that_is_faster_keeps_within_the_budget(graph: CostGraph, spare: int) -> None:
-    budget = least_memory_schedule(graph).timeline.peak + spare
+    budget = least_memory_schedule(graph).peak + spare
     found = search_schedule(graph, budget)
     assert found is not None
-    assert found.timeline.peak <= budget
-    assert_as_fast(found.timeline.seconds, graph, budget)
+    assert found.peak <= budget
+    assert_as_fast(found.predicted_s, graph, budget)
 
 
 def test_a_bucket_gives_a_member_to_the_next_though_no_step_between_is_better() -> None:
@@ -112,7 +112,7 @@ def test_a_bucket_gives_a_member_to_the_next_though_no_step_between_is_better() 
 @given(cost_graphs(gathers=4, reductions=2))
 @settings(max_examples=100, deadline=None)
 def test_nothing_needs_less_memory_than_the_minimum(graph: CostGraph) -> None:
-    least = least_memory_schedule(graph).timeline.peak
+    least = least_memory_schedule(graph).peak
     assert least == min(replay(graph, schedule).peak for schedule in every_schedule(graph, waits=True))
     assert search_schedule(graph, least - 1) is None
 
@@ -125,7 +125,7 @@ def test_gathers_of_one_slot_are_issued_before_it_together_though_one_alone_save
         for i, (nbytes, first_use, more) in enumerate(sizes)
     )
     graph = CostGraph((0.2,) * 4, (0,) * 4, (0, 1, 0, 0, 0), gathers, ())
-    assert least_memory_schedule(graph).timeline.peak == 5
+    assert least_memory_schedule(graph).peak == 5
     assert [scheduled.issue_slot for scheduled in least_memory_schedule(graph).schedule.gathers] == [0, 0, 0, 2]
 
 
@@ -133,14 +133,15 @@ def test_gathers_of_one_slot_are_issued_before_it_together_though_one_alone_save
 @given(cost_graphs(gathers=12, reductions=12, channels=2), st.integers(0, 20))
 @settings(max_examples=60, deadline=None)
 def test_the_found_schedule_is_one_that_a_plan_can_say(graph: CostGraph, spare: int) -> None:
-    found = search_schedule(graph, least_memory_schedule(graph).timeline.peak + spare)
+    found = search_schedule(graph, least_memory_schedule(graph).peak + spare)
     assert found is not None
-    assert found.timeline == replay(graph, found.schedule)
+    timeline = replay(graph, found.schedule)
+    assert found[1:] == (timeline.seconds, timeline.peak, timeline.seconds)
     names = [member.fqn for member in (*graph.gathers, *graph.reductions)]
     gathers, reductions = buckets_of(graph, found.schedule, {fqn: i for i, fqn in enumerate(names)})
     assert sorted(fqn for bucket in gathers for fqn in bucket.fqns) == sorted(g.fqn for g in graph.gathers)
     assert sorted(fqn for bucket in reductions for fqn in bucket.fqns) == sorted(r.fqn for r in graph.reductions)
-    assert replay(graph, schedule_of(graph, gathers, reductions)) == found.timeline
+    assert replay(graph, schedule_of(graph, gathers, reductions)) == timeline
 
 
 @pytest.mark.slow
@@ -148,7 +149,7 @@ def test_the_found_schedule_is_one_that_a_plan_can_say(graph: CostGraph, spare: 
 @settings(max_examples=60, deadline=None)
 def test_a_proposed_schedule_is_never_faster_than_the_found_one(graph: CostGraph, spare: int, random: Random) -> None:
     """The members of proposed buckets are in any order."""
-    budget = least_memory_schedule(graph).timeline.peak + spare
+    budget = least_memory_schedule(graph).peak + spare
     names = [[member.fqn for member in members] for members in (graph.gathers, graph.reductions)]
     buckets: list[list[Bucket]] = []
     for fqns in names:
@@ -158,11 +159,12 @@ def test_a_proposed_schedule_is_never_faster_than_the_found_one(graph: CostGraph
     proposals = [greedy_schedule(graph).schedule, schedule_of(graph, *buckets)]
     found = search_schedule(graph, budget, proposals)
     assert found is not None
-    assert lower_bound(graph) <= found.timeline.seconds + 1e-9
+    assert lower_bound(graph) <= found.predicted_s + 1e-9
     for timeline in (replay(graph, schedule) for schedule in proposals):
-        assert timeline.peak > budget or found.timeline.seconds <= timeline.seconds
+        assert timeline.peak > budget or found.predicted_s <= timeline.seconds
     position = {member.fqn: i for i, member in enumerate((*graph.gathers, *graph.reductions))}
-    assert replay(graph, schedule_of(graph, *buckets_of(graph, found.schedule, position))) == found.timeline
+    planned = schedule_of(graph, *buckets_of(graph, found.schedule, position))
+    assert replay(graph, planned) == replay(graph, found.schedule)
 
 
 NETWORK = CollectiveKind("shard", alpha_s=1e-4, s_per_byte=1 / 45e9, issue_s=5e-6, copy_s_per_byte=1e-12)
@@ -185,28 +187,28 @@ def test_where_every_collective_costs_much_they_are_merged() -> None:
     graph = transformer(32, 5e-3, NETWORK._replace(alpha_s=2e-3))
     found, alone = search_schedule(graph), least_memory_schedule(graph)
     assert found is not None
-    assert found.timeline.seconds < 0.5 * alone.timeline.seconds
+    assert found.predicted_s < 0.5 * alone.predicted_s
     for blocks in (1, 2, 4, 8, 16, 32):
         size = 3 * blocks
         members = [tuple(range(i, i + size)) for i in range(0, 96, size)]
         ahead = [ScheduledBucket(m, max(0, m[0] - size), m[0]) for m in members]
         behind = [ScheduledBucket(m, m[-1] + 1, min(96, m[-1] + 1 + size)) for m in members]
-        assert found.timeline.seconds < replay(graph, Schedule(tuple(ahead), tuple(behind))).seconds
+        assert found.predicted_s < replay(graph, Schedule(tuple(ahead), tuple(behind))).seconds
 
 
 def test_a_budget_between_is_used() -> None:
     graph = transformer(16, 5e-3, NETWORK._replace(alpha_s=1e-3))
-    least, free = least_memory_schedule(graph).timeline, search_schedule(graph)
+    least, free = least_memory_schedule(graph), search_schedule(graph)
     assert free is not None
-    previous = least.seconds
+    previous = least.predicted_s
     for part in (0.25, 0.5, 1.0):
-        budget = least.peak + part * (free.timeline.peak - least.peak)
+        budget = least.peak + part * (free.peak - least.peak)
         found = search_schedule(graph, budget)
         assert found is not None
-        assert found.timeline.peak <= budget
-        assert found.timeline.seconds <= previous
-        previous = found.timeline.seconds
-    assert previous == pytest.approx(free.timeline.seconds, rel=1e-3)
+        assert found.peak <= budget
+        assert found.predicted_s <= previous
+        previous = found.predicted_s
+    assert previous == pytest.approx(free.predicted_s, rel=1e-3)
 
 
 def test_greedy_fills_a_bucket_while_it_hides_under_the_step_before() -> None:
@@ -252,7 +254,7 @@ def test_a_graph_without_communication_is_its_compute(graph: CostGraph) -> None:
     assume(graph.seconds)
     found = search_schedule(graph)
     assert found is not None
-    assert found.timeline.seconds == pytest.approx(sum(graph.seconds))
+    assert found.predicted_s == pytest.approx(sum(graph.seconds))
     assert greedy_schedule(graph).schedule == Schedule((), ())
 
 
@@ -260,14 +262,14 @@ def test_cuts_stay_within_a_window_and_a_size() -> None:
     kind = CollectiveKind("shard", alpha_s=1.0, s_per_byte=1e-3)
     gathers = tuple(Gather(f"g{i}", kind, 1, 1, 1) for i in range(40))
     graph = CostGraph((1.0, 1.0), (0, 0), (0, 0, 0), gathers, ())
-    at_once, small = gather_boundaries(graph, [(1.0, math.inf), (1.0, 3.5)])
+    at_once, small = Cuts(graph).gathers([(1.0, math.inf), (1.0, 3.5)])
     for cuts_of in (at_once, small):
         assert [i for members in cuts_of for i in members] == list(range(40))
     assert len(at_once) == 2
     assert {len(members) for members in small} <= {1, 2, 3}
     assert len(small) == 14
     reductions = tuple(Reduction(f"r{i}", kind, 1, i // 20 + 1) for i in range(40))
-    (found,) = reduction_boundaries(graph._replace(gathers=(), reductions=reductions), [(1.0, math.inf)])
+    (found,) = Cuts(graph._replace(gathers=(), reductions=reductions)).reductions([(1.0, math.inf)])
     assert [i for members in found for i in members] == list(range(40))
     assert len(found) == 2
 
@@ -290,9 +292,9 @@ def test_a_cut_is_late_by_no_more_than_the_best(graph: CostGraph) -> None:
 
     best = min(map(late, all_boundaries(len(graph.gathers))))
     with mock.patch.object(bucket_boundaries, "_FRONT", 64):  # all prefixes
-        (found,) = gather_boundaries(graph, [(1.0, math.inf)])
+        (found,) = Cuts(graph).gathers([(1.0, math.inf)])
     assert late(found) == pytest.approx(best, rel=0.05)
-    (found,) = gather_boundaries(graph, [(1.0, math.inf)])
+    (found,) = Cuts(graph).gathers([(1.0, math.inf)])
     # Of many prefixes that are late by different amounts only a few are followed up: the best may be among the others.
     assert late(found) <= 1.25 * best
 
@@ -318,4 +320,4 @@ def test_memory_of_a_gather_counts_the_fullest_step_until_its_use(graph: CostGra
         return most
 
     with mock.patch.object(_GatherIssue, "_most", checked):
-        search_schedule(graph, least_memory_schedule(graph).timeline.peak + spare)
+        search_schedule(graph, least_memory_schedule(graph).peak + spare)

@@ -1,23 +1,29 @@
 """Schedules of several graphs that run one after the other, under one limit of memory."""
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inductor_passes.scheduling import search
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather
+from inductor_passes.scheduling.deviations import DEVIATIONS
 from inductor_passes.scheduling.replay import lower_bound, replay
-from inductor_passes.scheduling.search import greedy_schedule, least_memory_schedule, search_schedule
+from inductor_passes.scheduling.search import QUICK, THOROUGH, greedy_schedule, least_memory_schedule, search_schedule
 from inductor_passes.scheduling.search_step import Found, search_step
 from tests.inductor_passes.scheduling.chains import cost_graphs
 from tests.inductor_passes.scheduling.test_search import transformer
 
 
 def seconds(found: Found) -> float:
-    return sum(one.timeline.seconds for one in found)
+    return sum(one.predicted_s for one in found)
 
 
 def peak(found: Found) -> int:
-    return max(one.timeline.peak for one in found)
+    return max(one.peak for one in found)
 
 
 @given(cost_graphs(gathers=5, reductions=0), cost_graphs(gathers=5, reductions=5), st.integers(0, 20))
@@ -27,7 +33,7 @@ def test_a_step_is_no_slower_than_proposed_and_gives_no_more_time_than_it_may(
     forward: CostGraph, backward: CostGraph, spare: int
 ) -> None:
     graphs = forward, backward
-    budget = spare + max(least_memory_schedule(graph).timeline.peak for graph in graphs)
+    budget = spare + max(least_memory_schedule(graph).peak for graph in graphs)
     greedy = [greedy_schedule(graph) for graph in graphs]
     proposals = [[one.schedule for one in greedy]]
     exact, lean = (search_step(graphs, budget, proposals, tolerance=tolerance) for tolerance in (0.0, 0.05))
@@ -36,16 +42,15 @@ def test_a_step_is_no_slower_than_proposed_and_gives_no_more_time_than_it_may(
     for found in (exact, lean):
         assert peak(found) <= budget
         assert peak(greedy) > budget or seconds(found) <= seconds(greedy) + 1e-9
-        assert [replay(graph, one.schedule) for graph, one in zip(graphs, found, strict=True)] == [
-            one.timeline for one in found
-        ]
+        replayed = [replay(graph, one.schedule) for graph, one in zip(graphs, found, strict=True)]
+        assert [(one.predicted_s, one.peak) for one in found] == [(each.seconds, each.peak) for each in replayed]
     assert seconds(lean) <= 1.05 * seconds(exact) + 1e-9
     assert peak(lean) <= peak(exact)
 
 
 def test_a_budget_that_one_graph_cannot_keep_has_no_step() -> None:
     graph = transformer(2, 20e-3)
-    least = least_memory_schedule(graph).timeline.peak
+    least = least_memory_schedule(graph).peak
     assert search_step([graph._replace(reductions=()), graph], least - 1) is None
 
 
@@ -70,16 +75,36 @@ def test_no_time_is_given_up_where_another_graph_needs_the_memory_anyway() -> No
     found = search_step(graphs, tolerance=0.5)
     assert fastest is not None
     assert found is not None
-    assert found[0].timeline.seconds == pytest.approx(fastest.timeline.seconds)
-    assert found[1].timeline.peak == least_memory_schedule(graphs[1]).timeline.peak
+    assert found[0].predicted_s == pytest.approx(fastest.predicted_s)
+    assert found[1].peak == least_memory_schedule(graphs[1]).peak
     alone = search_step(graphs[:1], tolerance=0.5)
     assert alone is not None
-    assert alone[0].timeline.peak < found[0].timeline.peak
+    assert alone[0].peak < found[0].peak
 
 
 def test_where_compute_hides_everything_little_is_gathered_ahead() -> None:
     graph = transformer(32, 20e-3)
     lean = search_step([graph], tolerance=0.005)
     assert lean is not None
-    assert lean[0].timeline.seconds < 1.01 * lower_bound(graph)
-    assert lean[0].timeline.peak < 10**9 + 6 * 1.2e8 + sum(r.result for r in graph.reductions)
+    assert lean[0].predicted_s < 1.01 * lower_bound(graph)
+    assert lean[0].peak < 10**9 + 6 * 1.2e8 + sum(r.result for r in graph.reductions)
+
+
+def test_nothing_is_arranged_or_replayed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = transformer(8, 10e-3)
+    for effort in (QUICK, THOROUGH):
+        search_schedule(graph, effort=effort)  # the schedules with the least memory, which are kept
+    done: Counter[Any] = Counter()
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def count(on: CostGraph, what: Any) -> Any:
+            done[function, on, what] += 1
+            return function(on, what)
+
+        return count
+
+    for name in ("arrange", "seconds_and_peak"):
+        monkeypatch.setattr(search, name, counted(getattr(search, name)))
+    search_step([graph], tolerance=0.05, deviations=DEVIATIONS)
+    assert len(done) > 100
+    assert set(done.values()) == {1}

@@ -80,10 +80,10 @@ def test_slack_costs_a_thousandth_of_the_time_at_most_and_no_more_memory_than_th
 ) -> None:
     found = search_schedule(graph)
     assert found is not None
-    peak = found.timeline.peak + more
+    peak = found.peak + more
     slack = with_slack(graph, found.schedule, peak)
     timeline = replay(graph, slack)
-    assert timeline.seconds <= found.timeline.seconds * 1.001
+    assert timeline.seconds <= found.predicted_s * 1.001
     assert timeline.peak <= peak
     for before, after in zip(found.schedule.reductions, slack.reductions, strict=True):
         assert after._replace(wait_slot=before.wait_slot) == before
