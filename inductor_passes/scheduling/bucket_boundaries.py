@@ -1,9 +1,9 @@
 """Which neighbours share a bucket: ways to cut the gathers and reductions of a graph.
 
-``Cuts.gathers`` goes once over the gathers in the order of their use and keeps, for each prefix, the pairs (when
+``Chains.gathers`` goes once over the gathers in the order of their use and keeps, for each prefix, the pairs (when
 the channel is free, how late compute is) that no other pair beats in both; the best pair of the whole says where to
 cut. For gathers alone, issued as soon as the channel is free, that is exact, but for the limits that keep it fast.
-``Cuts.reductions`` is the same with time reversed: the gradient that a reduction waits for is then what a gather
+``Chains.reductions`` is the same with time reversed: the gradient that a reduction waits for is then what a gather
 holds up.
 """
 
@@ -135,7 +135,7 @@ def _ends(came: Places, pair: int) -> Boundaries:
     return tuple(buckets[::-1])
 
 
-class Cuts:
+class Chains:
     """The gathers and reductions of a graph, to be cut in any number of ways."""
 
     def __init__(self, graph: CostGraph):

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from inductor_passes.scheduling import issue_points
 from inductor_passes.scheduling.arrange import Choice, arrange
-from inductor_passes.scheduling.bucket_boundaries import Cuts, even_buckets, one_bucket_each
+from inductor_passes.scheduling.bucket_boundaries import Chains, even_buckets, one_bucket_each
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.deviations import SLOW_NETWORK, Deviation, deviating
 from inductor_passes.scheduling.issue_points import Schedule, ScheduledBucket
@@ -67,7 +67,7 @@ QUICK = Effort(speeds=(1.0,), parts=(16,), best=0, work=2_000)
 class ReplayedSchedule(NamedTuple):
     schedule: Schedule
     predicted_s: float
-    """What it takes as predicted, in seconds."""
+    """Seconds as predicted."""
     peak: int
     """The most bytes in use at any time."""
     seconds: float
@@ -75,7 +75,7 @@ class ReplayedSchedule(NamedTuple):
 
 
 class Tried:
-    """What searches on one graph have arranged and replayed, so that none does it again."""
+    """Arrangements and replays of searches on one graph, so that none does them again."""
 
     def __init__(self, graph: CostGraph):
         self.graph = graph
@@ -83,8 +83,8 @@ class Tried:
         self._replayed: dict[Schedule, ReplayedSchedule] = {}
 
     @functools.cached_property
-    def cuts(self) -> Cuts:
-        return Cuts(self.graph)
+    def chains(self) -> Chains:
+        return Chains(self.graph)
 
     def arranged(self, choice: Choice) -> ReplayedSchedule:
         """Return the arrangement of a choice, replayed as predicted."""
@@ -265,7 +265,7 @@ def _candidates(tried: Tried, budget: float, least: int, effort: Effort) -> list
     ways = [(speed, math.inf) for speed in effort.speeds]
     ways += [(1.0, part / n) for part in dict.fromkeys((whole, spare)) for n in effort.parts]
     boundaries = [(one_bucket_each(graph.gathers), one_bucket_each(graph.reductions))]
-    boundaries += zip(tried.cuts.gathers(ways), tried.cuts.reductions(ways), strict=True)
+    boundaries += zip(tried.chains.gathers(ways), tried.chains.reductions(ways), strict=True)
     boundaries += [
         (even_buckets(graph.gathers, parts), even_buckets(graph.reductions, parts)) for parts in effort.parts
     ]

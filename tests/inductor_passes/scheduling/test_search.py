@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 
 from inductor_passes.scheduling import bucket_boundaries
 from inductor_passes.scheduling.arrange import _GatherIssue
-from inductor_passes.scheduling.bucket_boundaries import Cuts
+from inductor_passes.scheduling.bucket_boundaries import Chains
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 from inductor_passes.scheduling.issue_points import Bucket, Schedule, ScheduledBucket, buckets_of, schedule_of
 from inductor_passes.scheduling.replay import Replay, lower_bound, replay
@@ -262,14 +262,14 @@ def test_cuts_stay_within_a_window_and_a_size() -> None:
     kind = CollectiveKind("shard", alpha_s=1.0, s_per_byte=1e-3)
     gathers = tuple(Gather(f"g{i}", kind, 1, 1, 1) for i in range(40))
     graph = CostGraph((1.0, 1.0), (0, 0), (0, 0, 0), gathers, ())
-    at_once, small = Cuts(graph).gathers([(1.0, math.inf), (1.0, 3.5)])
+    at_once, small = Chains(graph).gathers([(1.0, math.inf), (1.0, 3.5)])
     for cuts_of in (at_once, small):
         assert [i for members in cuts_of for i in members] == list(range(40))
     assert len(at_once) == 2
     assert {len(members) for members in small} <= {1, 2, 3}
     assert len(small) == 14
     reductions = tuple(Reduction(f"r{i}", kind, 1, i // 20 + 1) for i in range(40))
-    (found,) = Cuts(graph._replace(gathers=(), reductions=reductions)).reductions([(1.0, math.inf)])
+    (found,) = Chains(graph._replace(gathers=(), reductions=reductions)).reductions([(1.0, math.inf)])
     assert [i for members in found for i in members] == list(range(40))
     assert len(found) == 2
 
@@ -292,9 +292,9 @@ def test_a_cut_is_late_by_no_more_than_the_best(graph: CostGraph) -> None:
 
     best = min(map(late, all_boundaries(len(graph.gathers))))
     with mock.patch.object(bucket_boundaries, "_FRONT", 64):  # all prefixes
-        (found,) = Cuts(graph).gathers([(1.0, math.inf)])
+        (found,) = Chains(graph).gathers([(1.0, math.inf)])
     assert late(found) == pytest.approx(best, rel=0.05)
-    (found,) = Cuts(graph).gathers([(1.0, math.inf)])
+    (found,) = Chains(graph).gathers([(1.0, math.inf)])
     # Of many prefixes that are late by different amounts only a few are followed up: the best may be among the others.
     assert late(found) <= 1.25 * best
 
