@@ -35,7 +35,7 @@ from inductor_passes.scheduling.order_items import first_uses, graph_items, last
 from inductor_passes.scheduling.search_step import quick_seconds
 from inductor_passes.tag import tag
 from inductor_passes.torch_compat.aot_autograd import PartitionedGraphs, is_backward, is_higher_order_body
-from inductor_passes.torch_compat.dynamo import frames_evaluated_by_python, trace_artifact
+from inductor_passes.torch_compat.dynamo import trace_artifact
 from inductor_passes.trace_once import trace_once
 from simplefsdp.analysis.first_step import BODIES, FIRST_STEP, TRACED_ONCE
 from simplefsdp.analysis.timeline_trace import prediction_files
@@ -249,9 +249,7 @@ class Passes:
             assert backward.owning_module is not None
             copied = GraphModule(backward.owning_module, copy.deepcopy(backward)).graph
             cast(copied, fqns)
-            costs = self.cost_graphs(forward, copied)
-            with frames_evaluated_by_python():
-                return quick_seconds(costs, limit, DEVIATIONS)
+            return quick_seconds(self.cost_graphs(forward, copied), limit, DEVIATIONS)
 
         if fqns != every:
             fqns = min((fqns, every), key=seconds)

@@ -18,7 +18,6 @@ from inductor_passes.scheduling.replay import Timeline
 from inductor_passes.scheduling.search import TIME_TOLERANCE, greedy_schedule, least_memory_schedule
 from inductor_passes.scheduling.search_step import search_step
 from inductor_passes.scheduling.slack import with_slack
-from inductor_passes.torch_compat.dynamo import frames_evaluated_by_python
 from simplefsdp.analysis.prediction import Prediction, StepCosts, StepState, predict, step_costs, timelines
 from simplefsdp.frontend.sharding import Reshard
 from simplefsdp.hardware.profile import HardwareProfile
@@ -123,7 +122,6 @@ def plan_step(
     return PlannedStep(plan, costs, replayed, predict(plan, costs, replayed))
 
 
-@frames_evaluated_by_python()
 def search_plan(request: SearchRequest, step: StepToPlan) -> BucketPlan:
     """Return the plan that the planner ``request.name`` finds.
 
@@ -213,7 +211,6 @@ def reshard_decision(chosen: Reshard, fqn: str, plan: PlanRequest | None) -> boo
     return None if isinstance(plan, SearchRequest) and plan.name == "auto" else True
 
 
-@frames_evaluated_by_python()
 def choose_unsharded_parameters(
     request: SearchRequest, graphs: Sequence[CostGraph], resident: int, undecided: Collection[str]
 ) -> frozenset[str]:

@@ -3,8 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,13 +23,11 @@ from inductor_passes.scheduling.issue_points import Schedule, schedule_of
 from inductor_passes.scheduling.search import greedy_schedule
 from inductor_passes.scheduling.search_step import search_step
 from simplefsdp import BucketPlan, WireFormat, manual_plan, simple_fsdp
-from simplefsdp.compile import plan_step
 from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import parse_options
 from simplefsdp.compile.passes import Passes
 from simplefsdp.compile.plan_step import (
     SearchRequest,
-    choose_unsharded_parameters,
     most_bytes_of_a_block,
     time_tolerance,
     worth_casting_in_matmuls,
@@ -39,7 +36,6 @@ from simplefsdp.frontend.sharding import Reshard
 from simplefsdp.hardware.profile import Link, device_memory_bytes, flat, save
 from simplefsdp.plan.grouping import BLOCK
 from simplefsdp.text.units import parse_bytes
-from tests.frames import python_evaluates_frames
 from tests.graphs import capture, whole_weights_among_outputs
 from tests.models import PROFILE, batch, tiny_llama, train
 from tests.ranks import Ranks, fake_group
@@ -152,7 +148,6 @@ def test_auto_knows_of_block_and_greedy_and_gives_time_for_memory_without_a_budg
     def spy(graphs: Any, memory_limit: float, proposals: Any, *, tolerance: float, **given: Any) -> Any:
         told.append((graphs, proposals, tolerance))
         assert given == {"deviations": DEVIATIONS}
-        assert python_evaluates_frames()
         return search_step(graphs, memory_limit, proposals, tolerance=tolerance, **given)
 
     monkeypatch.setattr("simplefsdp.compile.plan_step.search_step", spy)
@@ -164,21 +159,6 @@ def test_auto_knows_of_block_and_greedy_and_gives_time_for_memory_without_a_budg
         gathers = zip(graphs, (block.forward, block.backward), strict=True)
         assert proposals[0] == [schedule_of(graph, own, block.reductions) for graph, own in gathers]
         assert proposals[1] == [greedy_schedule(graph).schedule for graph in graphs]
-
-
-@pytest.mark.compile
-def test_weights_to_keep_are_chosen_with_frames_evaluated_by_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[bool] = []
-    monkeypatch.setattr(plan_step, "choose_unsharded", lambda *_: found.append(python_evaluates_frames()))
-
-    def backend(gm: GraphModule, _: Any) -> Any:
-        assert not python_evaluates_frames()
-        nothing = CostGraph((), (), (0,), (), ())
-        choose_unsharded_parameters(SearchRequest("auto", PROFILE, None), [nothing, nothing], 0, ["a"])
-        return gm.forward
-
-    torch.compile(torch.sin, backend=backend)(torch.ones(2))
-    assert found == [True]
 
 
 @pytest.mark.usefixtures("one_of_four")
@@ -510,22 +490,9 @@ def test_where_memory_may_be_short_for_gradients_that_matmuls_cast_both_ways_are
         carried_out.append((graph, found))
 
     times = iter(seconds)
-    frames: list[str] = []
-
-    @contextmanager
-    def by_python() -> Iterator[None]:
-        frames.append("by Python")
-        yield
-        frames.append("as before")
-
-    def quick_seconds(*_: Any) -> float:
-        assert frames[-1] == "by Python"
-        return next(times)
-
     for name, changed in (("worth_casting_in_matmuls", worth), ("cast_in_matmuls", cast_in_matmuls)):
         monkeypatch.setattr(f"simplefsdp.compile.passes.{name}", changed)
-    monkeypatch.setattr("simplefsdp.compile.passes.quick_seconds", quick_seconds)
-    monkeypatch.setattr("simplefsdp.compile.passes.frames_evaluated_by_python", by_python)
+    monkeypatch.setattr("simplefsdp.compile.passes.quick_seconds", lambda *_: next(times))
     monkeypatch.setattr(Passes, "cost_graphs", lambda *_: [None, None])
     passes = Passes(compilation_context([], parse_options({"profile": PROFILE})))
     passes.cast_in_matmuls(graph, graph, 100.0)
