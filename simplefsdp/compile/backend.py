@@ -41,6 +41,7 @@ from inductor_passes.trace_once import call_block
 from simplefsdp.compile.context import compilation_context, source_hash
 from simplefsdp.compile.options import PASS_SLOTS, Options, parse_options
 from simplefsdp.compile.passes import Passes, direction_of
+from simplefsdp.compile.stack_space import with_stack_space
 from simplefsdp.frontend.compare_sharding import compare_sharding
 from simplefsdp.frontend.eager_resharding import CHANGED_WHILE_UNSHARDED
 from simplefsdp.frontend.unshard import unshard
@@ -49,6 +50,7 @@ from simplefsdp.hardware.profile import HardwareProfile
 log = logging.getLogger("simplefsdp")
 
 
+@with_stack_space
 def simplefsdp(
     gm: GraphModule,
     example_inputs: Sequence[Any],
@@ -167,6 +169,7 @@ def _inductor(
     progress = passes.notes.progress
     lower_graph = inner_compile or compile_fx_inner
 
+    @with_stack_space
     @_garbage_collection_paused()
     def lower(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:  # of backward: when the first backward runs
         progress.begin(f"lowering {direction_of(graph.graph)}")
