@@ -137,10 +137,7 @@ def measure(system: str, ranks: int, rank: int, dim: int, blocks: int, steps: in
         found: dict[str, Any] = {}
         for name, of in (("free", None), ("network", network)):
             world.network = of
-            took = []
-            for _ in range(steps):
-                took.append(seconds(optimizer))
-            found[f"{name}_s"] = statistics.median(took)
+            found[f"{name}_s"] = statistics.median(seconds(optimizer) for _ in range(steps))
         issued = world.collectives()
         found["collectives"] = dict(Counter(each.kind for each in issued))
         found["collectives"] = {kind: count // (2 * steps) for kind, count in found["collectives"].items()}

@@ -13,7 +13,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _WORDS = 2**17
-"""Size of a frame for which the chunk is one of 2 MiB; what is above the frame's own end is never touched."""
+"""Size of a frame for which CPython makes a chunk of 2 MiB; the frame's half of it is never written to."""
 
 
 def with_stack_space(function: Callable[P, R]) -> Callable[P, R]:
