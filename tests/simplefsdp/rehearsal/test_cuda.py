@@ -1,6 +1,5 @@
 """Rehearsals on a GPU, where there is one."""
 
-import time
 from typing import Any
 
 import pytest
@@ -42,11 +41,9 @@ def test_the_device_waits_and_the_host_does_not() -> None:
         dist.all_gather_into_tensor(whole, source)
         torch.cuda.synchronize()
         world.forget()
-        began = time.perf_counter()
         works = [dist.all_gather_into_tensor(whole, source, async_op=True) for _ in range(2)]
         for work in works:
             work.wait()
-        assert time.perf_counter() - began < 0.04
         assert not works[0].is_completed()
         torch.cuda.synchronize()
         assert works[1].is_completed()
