@@ -3,7 +3,7 @@
     python -m benchmarks.wire                              # five scenarios, half an hour
     python -m benchmarks.wire --scenarios bandwidth --rounds 3
     python -m benchmarks.wire --gbit 0.25                  # two gloo ranks over a link of that rate; needs root and tc
-    python -m benchmarks.wire --errors                     # of real weights and gradients, half a minute
+    python -m benchmarks.wire --errors                     # of real weights and gradients, two minutes
 
 Scenarios are those of ``benchmarks.overlap``, with their model in fp32; ``narrow`` is ``bandwidth`` with half of the
 bandwidth, so that communication takes about twice as long as compute. Every system plans with ``plan="auto"``. Systems
@@ -12,7 +12,8 @@ are those of the whole tensors that are gathered, reduced or exchanged in a step
 chooses what travels in int8. Writes Markdown and JSON to benchmarks/results/.
 
 Errors are those of the example's Llama after some steps of training on Python's standard library: the norm of the
-difference over the norm of what was sent, over all parameters; gradients are the mean of 8 ranks' batches.
+difference over the norm of what was sent, over all parameters; gradients are the mean of 8 ranks' batches. The second
+table is of their mean over further steps, where two replicas of four ranks send each other sums in a format.
 """
 
 import argparse
@@ -32,7 +33,8 @@ from benchmarks.overlap import RESULTS, SCENARIOS, Scenario, prepared, restored_
 from benchmarks.rate_limited import link, permitted, run
 from benchmarks.real_link import small_llama
 from examples import data
-from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS
+from inductor_passes.ops.encode import DECODE_SUMS, DECODE_WEIGHTS, ENCODE_GRADIENTS, ENCODE_SHARDS, ENCODE_SUMS
+from inductor_passes.ops.error_feedback import keep_errors
 from inductor_passes.ops.wire_formats import GATHER_FORMATS, REDUCE_FORMATS
 from simplefsdp.frontend.wire_format import WireFormat
 from simplefsdp.hardware.profile import flat, network
@@ -155,24 +157,44 @@ def table(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+class _Training:
+    """The example's Llama, and the gradients of each of some ranks while it is trained."""
+
+    def __init__(self, ranks: int):
+        torch.manual_seed(0)
+        self._ranks = ranks
+        self._model = llama.build("debug", vocab_size=256)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        self._text, _ = data.load(None, 256)
+        self._steps = 0
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        return [param.detach() for param in self._model.parameters()]
+
+    def _gradients(self, rank: int) -> list[torch.Tensor]:
+        self._model.zero_grad()
+        self._model(*data.random_crops(self._text, 8, 256, 0, self._steps, rank)).backward()
+        return [param.grad.clone() for param in self._model.parameters() if param.grad is not None]
+
+    def step(self) -> None:
+        """Train with the gradients of rank 0."""
+        self._gradients(0)
+        self._optimizer.step()
+        self._steps += 1
+
+    def gradients(self) -> list[tuple[torch.Tensor, ...]]:
+        """Return each parameter's gradients of all ranks."""
+        return list(zip(*(self._gradients(rank) for rank in range(self._ranks)), strict=True))
+
+
 def errors(steps: int = 50, ranks: int = 8) -> str:
     """Return, in Markdown, the relative error of weights and of reduced gradients in each format."""
-    torch.manual_seed(0)
-    model = llama.build("debug", vocab_size=256)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    text, _ = data.load(None, 256)
-
-    def gradients(step: int, rank: int) -> list[torch.Tensor]:
-        model.zero_grad()
-        model(*data.random_crops(text, 8, 256, 0, step, rank)).backward()
-        return [param.grad.clone() for param in model.parameters() if param.grad is not None]
-
-    for step in range(steps):
-        gradients(step, 0)
-        optimizer.step()
-    weights = [param.detach() for param in model.parameters()]
-    of_ranks = [gradients(steps, rank) for rank in range(ranks)]
-    exact = [torch.stack(of_rank).double().mean(0) for of_rank in zip(*of_ranks, strict=True)]
+    training = _Training(ranks)
+    for _ in range(steps):
+        training.step()
+    weights, gradients = training.weights, training.gradients()
+    exact = [torch.stack(of_ranks).double().mean(0) for of_ranks in gradients]
     lines = ["| format | weights | gradients |", "|---|---|---|"]
     for name in {**GATHER_FORMATS, **REDUCE_FORMATS}:
         gathered, reduced = "", ""
@@ -184,13 +206,59 @@ def errors(steps: int = 50, ranks: int = 8) -> str:
             gathered = f"{_relative(found, weights):.1e}"
         if name in REDUCE_FORMATS:
             found = []
-            for of_rank in zip(*of_ranks, strict=True):
+            for of_rank in gradients:
                 sent = [ENCODE_GRADIENTS([gradient], 1, name, torch.float32) for gradient in of_rank]
                 mean = DECODE_SUMS(torch.cat(sent), ranks, [of_rank[0].numel()], name, torch.float32, float(ranks))
                 found.append(mean.view(of_rank[0].shape))
             reduced = f"{_relative(found, exact):.1e}"
         lines.append(f"| `{name}` | {gathered} | {reduced} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_mean_errors(training)])
+
+
+def _mean_errors(training: _Training, steps: int = 20, replicas: int = 2) -> list[str]:
+    """Return the lines of a table: the error of the mean gradient of some steps, without error feedback and with it."""
+    lines = ["| among replicas | mean gradient | fed back |", "|---|---|---|"]
+    shards = [[torch.empty_like(weight) for weight in training.weights] for _ in range(replicas)]
+    errors = {
+        name: [[torch.zeros(shard.numel()) for shard in of_replica] for of_replica in shards]
+        for name in ("bf16-fp32sum", "fp8", "int8", "int4", "int4-hadamard", "int4-stochastic")
+    }
+    exact = [torch.zeros(shard.shape, dtype=torch.float64) for shard in shards[0]]
+    means = {name: [[torch.zeros(shard.shape) for shard in shards[0]] for _ in range(2)] for name in errors}
+    for _ in range(steps):
+        training.step()
+        for i, gradients in enumerate(training.gradients()):
+            exact[i] += torch.stack(gradients).double().mean(0)
+            for name, of_replicas in errors.items():
+                for mean, feeds_back in zip(means[name], (False, True), strict=True):
+                    fed_back = [[of[i] for of in shards], [of[i] for of in of_replicas]] if feeds_back else None
+                    mean[i] += _among_replicas(gradients, replicas, name, fed_back)
+    for name, of_format in means.items():
+        rounded, fed = (f"{_relative(found, exact):.1e}" for found in of_format)
+        lines.append(f"| `{name}` | {rounded} | {fed} |")
+    return lines
+
+
+def _among_replicas(
+    gradients: Sequence[torch.Tensor], replicas: int, name: str, fed_back: Sequence[Sequence[torch.Tensor]] | None
+) -> torch.Tensor:
+    """Return the mean of all ranks' gradients, which replicas sent each other in a format.
+
+    Args:
+        fed_back: the shard of each replica, and the errors of each; ``None``: without error feedback.
+    """
+    numels, ranks = [gradients[0].numel()], len(gradients) // replicas
+    first = "bf16-fp32sum"
+    sent = []
+    for i in range(replicas):
+        received = [ENCODE_GRADIENTS([each], 1, first, torch.float32) for each in gradients[i * ranks :][:ranks]]
+        shard = None
+        if fed_back is not None:
+            shard = [fed_back[0][i]]
+            keep_errors(fed_back[0][i], fed_back[1][i])
+        sent.append(ENCODE_SUMS(torch.cat(received), ranks, 1, numels, first, name, shard))
+    mean = DECODE_SUMS(torch.cat(sent), replicas, numels, name, torch.float32, float(len(gradients)))
+    return mean.view(gradients[0].shape)
 
 
 def _relative(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:

@@ -262,7 +262,8 @@ def _encoded_and_reduced(members: Sequence[Collective], ranks: int, dtype: torch
     if two_steps is not None:
         received = _exchanged(sent, members, two_steps.ranks, two_steps.inside)
         options = two_steps.ranks, two_steps.parts, numels, wire_format, two_steps.between_format
-        sent = insert_call(ENCODE_SUMS, received, *options)
+        shards = [member.shard for member in members if member.shard is not None]
+        sent = insert_call(ENCODE_SUMS, received, *options, *([shards] if shards else []))
         group, ranks, wire_format = two_steps.between, two_steps.nodes, two_steps.between_format
     if two_steps is not None and two_steps.to_replicas:
         all_reduce = members[0].all_reduce_after

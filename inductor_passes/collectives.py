@@ -37,6 +37,8 @@ WIRE_FORMAT = "simplefsdp_wire_format"
 """Key in ``node.meta`` for the wire format (``ops/wire_formats.py``) that a gather or reduce-scatter is to get."""
 TWO_STEPS = "simplefsdp_two_steps"
 """Key in ``node.meta`` for the ``TwoSteps`` in which a reduce-scatter with a wire format is to reduce."""
+SHARD = "simplefsdp_shard"
+"""Key in ``node.meta`` for the placeholder of the shard whose errors a reduce-scatter is to feed back."""
 EXCHANGED = "simplefsdp_exchanged"
 """Key in ``node.meta`` for the FQN of the embedding whose tokens or embeddings a collective exchanges."""
 BUCKET = "simplefsdp_bucket"
@@ -80,6 +82,8 @@ class TwoSteps(NamedTuple):
     """Wire format of what travels between nodes."""
     to_replicas: bool = False
     """Whether all ranks of ``between`` need the same sums, as they hold the same shard."""
+    feeds_back: bool = False
+    """Whether what rounding takes from a rank's sums is added to its next ones (``ops/error_feedback.py``)."""
 
     @property
     def parts(self) -> int:
@@ -142,6 +146,12 @@ class Collective:
     def two_steps(self) -> TwoSteps | None:
         """The two steps in which the collective is to reduce in its wire format; ``None``: it has one step."""
         found: TwoSteps | None = self.node.meta.get(TWO_STEPS) if self.wire_format else None
+        return found
+
+    @property
+    def shard(self) -> Node | None:
+        """The placeholder of the shard whose errors the collective is to feed back."""
+        found: Node | None = self.node.meta.get(SHARD) if self.wire_format else None
         return found
 
     @property

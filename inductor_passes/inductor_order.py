@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from inductor_passes.collectives import FQNS, GROUPS, WAIT
 from inductor_passes.fusion import adds_rows
+from inductor_passes.ops.encode import ENCODE_SUMS
 from inductor_passes.ops.gather_shards import GATHERS_OF_SHARDS
 from inductor_passes.order import check_order, order
 from inductor_passes.runtime.agreement import AGREE
@@ -216,7 +217,7 @@ def _fx_node(kernel: Any) -> Node | None:
     if isinstance(kernel, ir.FallbackKernel):
         # Inductor makes all-reduces work in place, but keeps what is known of them.
         marked = (node for node in kernel.origins if FQNS in node.meta)
-        return next(marked, None) or _origin(kernel, *PACKS)
+        return next(marked, None) or _origin(kernel, *PACKS, ENCODE_SUMS)
     return None
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch.fx import Graph, GraphModule, Node
 
 from inductor_passes.bodies import is_whole_view
-from inductor_passes.collectives import Collective, gathers, reductions, shard_of, source_chain
+from inductor_passes.collectives import SHARD, Collective, gathers, reductions, shard_of, source_chain
 from inductor_passes.torch_compat.aot_autograd import (
     PartitionedGraphs,
     min_cut_rematerialization_partition,
@@ -42,9 +42,13 @@ def partition(
         if len(found) == 1:  # two gathers that read the same shard in different ways must not look the same
             _fold(shard, found[0].node)
     # Two parameters with the same gradient must not come to share one reduction and the memory of its result, or
-    # whoever accumulates into one gradient, or clips it, changes the other. So each has its own group meanwhile.
+    # whoever accumulates into one gradient, or clips it, changes the other. So each has its own group meanwhile. It
+    # reads the shard, where errors are fed back, so that backward has the shard.
+    shards = {found[0].fqns[0]: shard for shard, found in by_shard.items()}
     for reduction in reductions(joint.graph):
-        _set_group(reduction.node, (reduction.options[-1], reduction.fqns))
+        feeds_back = reduction.two_steps is not None and reduction.two_steps.feeds_back
+        read = [shards[reduction.fqns[0]]] if feeds_back else []
+        _set_group(reduction.node, (reduction.options[-1], reduction.fqns, *read))
     with opaque_objects_weigh_nothing(), generating_no_code():
         forward, backward = partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     for module in (forward, backward):
@@ -55,7 +59,9 @@ def partition(
             if _SOURCE in gather.node.meta:
                 _unfold(gather.node)
         for reduction in reductions(module.graph):
-            _set_group(reduction.node, reduction.options[-1][0])
+            group, _, *read = reduction.options[-1]
+            reduction.node.meta.update(dict.fromkeys([SHARD] * len(read), *read))
+            _set_group(reduction.node, group)
     _save_what_views_are_of(forward.graph, backward.graph, num_fwd_outputs)
     return opaque_objects_last(forward, backward, num_fwd_outputs)
 

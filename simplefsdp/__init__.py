@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from simplefsdp.plan.bucket_plan import BucketPlan
     from simplefsdp.plan.grouping import manual_plan
     from simplefsdp.training.clip_grad import clip_grad_norm_
+    from simplefsdp.training.error_feedback import ErrorFeedback
     from simplefsdp.training.full_state_dict import full_state_dict
     from simplefsdp.training.hadamard import hadamard_transform
     from simplefsdp.training.optimizers.distribute import distribute_optimizer
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BucketPlan",
+    "ErrorFeedback",
     "HardwareProfile",
     "Measurement",
     "Ranger21",
@@ -56,6 +58,7 @@ __all__ = [
 
 _MODULES = {
     "BucketPlan": "plan.bucket_plan",
+    "ErrorFeedback": "training.error_feedback",
     "HardwareProfile": "hardware.profile",
     "Measurement": "analysis.measurement",
     "Ranger21": "training.optimizers.ranger21",

@@ -381,7 +381,7 @@ def _formats(
     if nodes is not None and form.reduce is not None:
         between = form.between_nodes or form.reduce
         if not to_replicas or sends_less_to_replicas(between, nodes.nodes, mp_policy.reduce_dtype):
-            two_steps = TwoSteps(*nodes, between, to_replicas)
+            two_steps = TwoSteps(*nodes, between, to_replicas, form.error_feedback)
     return {"gather_format": gather, "reduce_format": form.reduce, "two_steps": two_steps}
 
 

@@ -22,6 +22,8 @@ so the second collective is an all-gather of each replica's own. A replica's sum
 rounds at every rank on the way, and all replicas add up the same bytes in the same order::
 
     rows by rank - all_to_all among shards - sum and encode - all_gather among replicas - sum
+
+There a replica may add what it lost by rounding its sums to the sums of the next step (``error_feedback.py``).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inductor_passes.ops.error_feedback import errors_of
 from inductor_passes.ops.pack import LIBRARY
 from inductor_passes.ops.wire_formats import FORMATS, decode, decode_sum, encode, encode_sum
 from inductor_passes.torch_compat.library import as_dtypes
@@ -77,7 +80,15 @@ def encode_gradients(
     return buffer
 
 
-def encode_sums(buffer: Tensor, ranks: int, nodes: int, numels: Sequence[int], wire_format: str, into: str) -> Tensor:
+def encode_sums(
+    buffer: Tensor,
+    ranks: int,
+    nodes: int,
+    numels: Sequence[int],
+    wire_format: str,
+    into: str,
+    shards: Sequence[Tensor] | None = None,
+) -> Tensor:
     """Return the second all-to-all's input: row n has what node n gets of the sums over the ranks of this node.
 
     Args:
@@ -85,10 +96,11 @@ def encode_sums(buffer: Tensor, ranks: int, nodes: int, numels: Sequence[int], w
         numels: number of values of each member that one rank will own.
         wire_format: the format of ``buffer``.
         into: the format of the result.
+        shards: the shard of each member, where its errors are fed back (``error_feedback.py``); of one node only.
     """
     out = _encoded_sums(buffer, ranks, nodes, numels, wire_format, into)
     sent, sums = _parts(buffer, numels, wire_format, ranks, nodes), _parts(out, numels, into, nodes)
-    encode_sum(sent, sums, numels, FORMATS[wire_format], FORMATS[into])
+    encode_sum(sent, sums, numels, FORMATS[wire_format], FORMATS[into], [*map(errors_of, shards or ())])
     return out
 
 
@@ -138,7 +150,13 @@ def _encoded_gradients(
 
 
 def _encoded_sums(
-    buffer: Tensor, _ranks: int, nodes: int, numels: Sequence[int], _wire_format: str, into: str
+    buffer: Tensor,
+    _ranks: int,
+    nodes: int,
+    numels: Sequence[int],
+    _wire_format: str,
+    into: str,
+    _shards: Sequence[Tensor] | None = None,
 ) -> Tensor:
     return buffer.new_empty(nodes * sum(map(FORMATS[into].nbytes, numels)))
 
@@ -161,7 +179,8 @@ _SCHEMAS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
         _encoded_gradients,
     ),
     encode_sums: (
-        "(Tensor buffer, int ranks, int nodes, int[] numels, str wire_format, str into) -> Tensor",
+        "(Tensor buffer, int ranks, int nodes, int[] numels, str wire_format, str into, Tensor[]? shards=None)"
+        " -> Tensor",
         _encoded_sums,
     ),
     decode_sums: (

@@ -190,7 +190,12 @@ def decode_sum(rows: Sequence[Tensor], out: Sequence[Tensor], encoding: Encoding
 
 
 def encode_sum(
-    rows: Sequence[Tensor], out: Sequence[Tensor], numels: Sequence[int], encoding: Encoding, into: Encoding
+    rows: Sequence[Tensor],
+    out: Sequence[Tensor],
+    numels: Sequence[int],
+    encoding: Encoding,
+    into: Encoding,
+    errors: Sequence[Tensor] = (),
 ) -> None:
     """Encode, for each member, the sums over the ranks of ``rows``, (ranks, some, bytes), into ``out``, (some, bytes).
 
@@ -200,9 +205,20 @@ def encode_sum(
         numels: number of values of a row, by member.
         encoding: the format of ``rows``.
         into: the format of ``out``.
+        errors: float32, (at most numel,), of each member, of one row: they are added to the first of the sums, which
+            are then rotated back, and become what rounding takes from these; 0 where that is no number.
     """
     if _in_triton(rows[0]):
-        _triton().encode_sum(rows, out, numels, form_of(encoding), form_of(into))
+        _triton().encode_sum(rows, out, numels, form_of(encoding), form_of(into), errors)
+        return
+    for sent, encoded, numel, error in zip(rows, out, numels, errors, strict=False):
+        sums, decoded = sent.new_empty(2, 1, numel, dtype=torch.float32)
+        decode_sum([sent[:, 0]], [sums[0]], encoding, 1.0)
+        exact = sums[0, : len(error)].add_(error)
+        _encode(sums, encoded, numel, into)
+        decode_sum([encoded], [decoded[0]], into, 1.0)
+        torch.sub(exact, decoded[0, : len(error)], out=error).nan_to_num_(0.0, 0.0, 0.0)
+    if errors:
         return
     if encoding.rotates and into.rotates:
         encoding, into = encoding._replace(rotates=False), into._replace(rotates=False)

@@ -19,7 +19,7 @@ from torch import Tensor
 _BLOCK = tl.constexpr(128)
 _INT8, _INT4, _FP8, _BF16 = (tl.constexpr(kind) for kind in range(4))
 BLOCKS = 16
-"""Number of blocks of a program."""
+"""Number of blocks of a program, unless it holds more than one value for each of what it encodes."""
 MEMBERS = 64
 """Members of a kernel at most: a kernel's arguments have 4 KB."""
 _RAISED = tl.constexpr(1 << 48)
@@ -125,10 +125,11 @@ def _read(row, first, numel, blocks: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def _write(x, row, first, numel, blocks: tl.constexpr, kind: tl.constexpr, stochastic: tl.constexpr):
-    """Encode some blocks of a row of ``numel`` values."""
+    """Encode some blocks of a row of ``numel`` values; return what they are decoded to."""
     if kind == _BF16:
         place = _places(first, blocks)
         tl.store(row.to(tl.pointer_type(tl.bfloat16)) + place, x.to(tl.bfloat16), place < numel)
+        x = x.to(tl.bfloat16).to(tl.float32)
     else:
         size: tl.constexpr = 16 if kind == _INT4 else 32
         words, scale = _words(x, blocks, kind, stochastic)
@@ -136,6 +137,8 @@ def _write(x, row, first, numel, blocks: tl.constexpr, kind: tl.constexpr, stoch
         exists = block < count
         tl.store(row + block[:, None] * size + tl.arange(0, size)[None, :], words, exists[:, None])
         tl.store(row + count * size + block, scale.to(tl.int32, bitcast=True), exists)
+        x = _values(words, blocks, kind) * scale[:, None]
+    return x
 
 
 @triton.jit
@@ -243,21 +246,35 @@ def decode_sum_kernel(
 
 @triton.jit(do_not_specialize=["ranks", "stride", "apart", "apart_out"])
 def encode_sum_kernel(
-    begins, numels, offsets, offsets_out, sent, out, ranks, stride, apart, apart_out,
-    kind: tl.constexpr, rotates: tl.constexpr, into: tl.constexpr, into_rotates: tl.constexpr,
-    stochastic: tl.constexpr, blocks: tl.constexpr,
+    begins, numels, offsets, offsets_out, addresses, totals, sent, out, ranks, stride, apart, apart_out,
+    feeds_back: tl.constexpr, in_sixteens: tl.constexpr, kind: tl.constexpr, rotates: tl.constexpr, into: tl.constexpr,
+    into_rotates: tl.constexpr, stochastic: tl.constexpr, blocks: tl.constexpr,
 ):  # fmt: skip
     """Encode sums over the ranks again, of row ``tl.program_id(1)`` of those that are ``apart`` words apart in what one
-    rank sent, and ``apart_out`` words in the result. They stay rotated where both formats rotate."""
+    rank sent, and ``apart_out`` words in the result. They stay rotated where both formats rotate and nothing is fed
+    back: errors, ``total`` at an address, are of the values as they are."""
     row, first = tl.program_id(1).to(tl.int64), _first_block(begins, blocks)
     numel = (_of_member(numels, begins) - _RAISED).to(tl.int32)
     out += row * apart_out + _of_member(offsets_out, begins) - _RAISED
     x = _sum(sent + row * apart + (_of_member(offsets, begins) - _RAISED), first, numel, ranks, stride, blocks, kind)
-    if rotates and not into_rotates:
-        x = tl.where(_places(first, blocks) < numel, _rotated(x, blocks), 0.0)
-    if into_rotates and not rotates:
+    place = _places(first, blocks)
+    if rotates and (feeds_back or not into_rotates):
+        x = tl.where(place < numel, _rotated(x, blocks), 0.0)
+    if feeds_back:
+        errors = (_of_member(addresses, begins) - _RAISED).to(tl.pointer_type(tl.float32))
+        total = (_of_member(totals, begins) - _RAISED).to(tl.int32)
+        if in_sixteens:
+            errors, total = tl.multiple_of(errors, 16), tl.multiple_of(total, 16)
+        x += tl.load(errors + place, place < total, 0.0)
+        exact = x
+    if into_rotates and (feeds_back or not rotates):
         x = _rotated(x, blocks)
-    _write(x, out, first, numel, blocks, into, stochastic)
+    x = _write(x, out, first, numel, blocks, into, stochastic)
+    if feeds_back:
+        if into_rotates:
+            x = _rotated(x, blocks)
+        error = exact - x
+        tl.store(errors + place, tl.where(tl.abs(error) < float("inf"), error, 0.0), place < total)
 
 
 Form = tuple[int, bool, bool]
@@ -303,12 +320,22 @@ def decode_sum(rows: Sequence[Tensor], out: Sequence[Tensor], form: Form, diviso
     )  # fmt: skip
 
 
-def encode_sum(rows: Sequence[Tensor], out: Sequence[Tensor], numels: Sequence[int], form: Form, into: Form) -> None:
+def encode_sum(
+    rows: Sequence[Tensor],
+    out: Sequence[Tensor],
+    numels: Sequence[int],
+    form: Form,
+    into: Form,
+    errors: Sequence[Tensor],
+) -> None:
     """Do ``wire_formats.encode_sum``."""
     (words, offsets), (words_out, offsets_out) = _words_of(rows), _words_of(out)
+    addresses, totals = ([read(each) for each in errors] or [0] * len(out) for read in (Tensor.data_ptr, Tensor.numel))
+    tables = numels, offsets, offsets_out, addresses, totals
     _launch(
-        encode_sum_kernel, numels, len(out[0]), (numels, offsets, offsets_out), words, words_out, len(words),
-        words.stride(0), words.stride(1), words_out.stride(0), *form[:2], *into,
+        encode_sum_kernel, numels, len(out[0]), tables, words, words_out, len(words), words.stride(0), words.stride(1),
+        words_out.stride(0), bool(errors), _in_sixteens(errors, totals), *form[:2], *into,
+        blocks=BLOCKS // 2 if errors else BLOCKS,  # a program has to hold exact and rounded values
     )  # fmt: skip
 
 
@@ -336,12 +363,19 @@ def _table(numbers: Iterable[int], length: int) -> tuple[int, ...]:
     return tuple((number + _RAISED.value) << 4 for number in [*given, *[1 << 40] * (length - len(given))])
 
 
-def _launch(kernel: Any, numels: Sequence[int], rows: int, tables: Sequence[Sequence[int]], *args: Any) -> None:
+def _launch(
+    kernel: Any,
+    numels: Sequence[int],
+    rows: int,
+    tables: Sequence[Sequence[int]],
+    *args: Any,
+    blocks: int = BLOCKS,
+) -> None:
     """Run ``kernel`` over all blocks of ``rows`` rows of each member's number of values."""
     for start in range(0, len(numels), MEMBERS):
         part = slice(start, start + MEMBERS)
-        *begins, programs = accumulate((triton.cdiv(numel, 128 * BLOCKS) for numel in numels[part]), initial=0)
+        *begins, programs = accumulate((triton.cdiv(numel, 128 * blocks) for numel in numels[part]), initial=0)
         if programs and rows:
             length = triton.next_power_of_2(len(begins))
             of_members = [_table(table, length) for table in (begins, *(table[part] for table in tables))]
-            kernel[programs, rows](*of_members, *args, BLOCKS, num_warps=4, enable_fp_fusion=False)
+            kernel[programs, rows](*of_members, *args, blocks, num_warps=4, enable_fp_fusion=False)

@@ -79,6 +79,8 @@ def order_item(node: Node, plain: OrderItem, sources: Sequence[int]) -> OrderIte
         fqns = dict(parts_of(reduction))[node] if reduction.target in GROUPS else reduction.meta[FQNS]
         gradients = tuple(zip(sources, fqns, strict=True)) if sources else ()
         return plain._replace(kind="pack", fqns=fqns, bucket=reduction.meta.get(BUCKET), gradients=gradients)
+    if node.target is ENCODE_SUMS:
+        return plain._replace(reads_inputs=False)  # a shard says whose errors these are, and is not read
     collective = _source(node) if node.target is WAIT else node
     if FQNS not in collective.meta:
         return plain

@@ -50,6 +50,7 @@ def step_state(
     for info, dtype, trained in parameters:
         numel = _shard_numel(info)
         count += 1
+        resident += numel * torch.float32.itemsize if info.communication.feeds_back else 0  # rounding errors
         if info.communication.device is not None:  # all of that is on CPU
             continue
         resident += numel * (dtype.itemsize + (moments_bytes if trained else 0))

@@ -11,6 +11,7 @@ def add_wire_options(parser: argparse.ArgumentParser) -> None:
     add("--wire-gather", choices=GATHER_FORMATS, help="format in which weights travel (default: their dtype)")
     add("--wire-reduce", choices=REDUCE_FORMATS, help="format in which gradients travel (default: their dtype)")
     add("--wire-between-nodes", choices=REDUCE_FORMATS, help="format of their second step (default: as the first)")
+    add("--wire-error-feedback", action="store_true", help="replicas add what rounding took to their next gradients")
     add("--wire-auto", action="store_true", help="a format only for what compute cannot hide; needs plan auto")
 
 
@@ -28,6 +29,10 @@ def chosen_wire(args: argparse.Namespace, *, plans_with_auto: bool) -> WireForma
         raise ValueError("--wire-auto: needs --plan auto")
     if args.wire_auto and not (args.wire_gather or args.wire_reduce):
         raise ValueError("--wire-auto: needs --wire-gather or --wire-reduce, the formats that are allowed")
-    if args.wire_between_nodes and not args.wire_reduce:
-        raise ValueError("--wire-between-nodes: needs --wire-reduce")
-    return WireFormat(args.wire_gather, args.wire_reduce, args.wire_between_nodes)
+    for option, given in (
+        ("--wire-between-nodes", args.wire_between_nodes),
+        ("--wire-error-feedback", args.wire_error_feedback),
+    ):
+        if given and not args.wire_reduce:
+            raise ValueError(f"{option}: needs --wire-reduce")
+    return WireFormat(args.wire_gather, args.wire_reduce, args.wire_between_nodes, args.wire_error_feedback)

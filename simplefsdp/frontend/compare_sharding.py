@@ -75,6 +75,7 @@ def _described(communication: Communication) -> str:
     for name in ("shard_group", "replica_group", "two_steps", "pinned"):
         del found[name]
     found["between_nodes"] = communication.two_steps and communication.two_steps.between_format
+    found["error_feedback"] = communication.feeds_back or None
     return ", ".join(f"{name}={value}" for name, value in found.items() if value is not None)
 
 

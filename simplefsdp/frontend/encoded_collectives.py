@@ -54,20 +54,29 @@ def all_gather(shard: Tensor, numel: int, ranks: int, group: str, wire_format: s
 
 
 def reduce_scatter(
-    rows: Tensor, divisor: float, ranks: int, group: str, wire_format: str, two_steps: TwoSteps | None
+    rows: Tensor,
+    divisor: float,
+    ranks: int,
+    group: str,
+    wire_format: str,
+    two_steps: TwoSteps | None,
+    shard: Tensor,
 ) -> Tensor:
     """Return this rank's rows of the sum of all ranks' ``rows`` over ``divisor``; with replicas, of the sum over these
     too.
 
     The number of rows is divisible by ``ranks``, as for ``reduce_scatter_tensor``; the result has the dtype of
     ``rows``.
+
+    Args:
+        shard: of the parameter, whose errors are fed back where ``two_steps`` says so.
     """
     shape, numels = (rows.shape[0] // ranks, *rows.shape[1:]), [rows.numel() // ranks]
     sent = ENCODE_GRADIENTS([rows], ranks, wire_format, rows.dtype, 1.0, two_steps.parts if two_steps else 1)
     if two_steps is not None:
         received = exchange(sent, two_steps.ranks, two_steps.inside)
         options = two_steps.ranks, two_steps.parts, numels, wire_format, two_steps.between_format
-        sent = ENCODE_SUMS(received, *options)
+        sent = ENCODE_SUMS(received, *options, [shard] if two_steps.feeds_back else None)
         group, ranks, wire_format = two_steps.between, two_steps.nodes, two_steps.between_format
     if two_steps is not None and two_steps.to_replicas:
         received = _c10d.wait_tensor(_c10d.all_gather_into_tensor(sent, ranks, group))

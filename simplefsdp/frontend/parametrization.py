@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from inductor_passes.ops.accumulate import receiver_of
+from inductor_passes.ops.error_feedback import keep_errors
 from inductor_passes.torch_compat.dynamo import get_eval_frame_callback, skip_code
 from inductor_passes.torch_compat.modules import (
     global_backward_hooks,
@@ -181,7 +182,17 @@ def attach(module: nn.Module) -> None:
             info.model.holders[info.fqn] = weakref.ref(module), name
             local = param._local_tensor
             if info.communication.pinned and not (local.is_meta or local.is_pinned()):
-                param._local_tensor = local.pin_memory()
+                param._local_tensor = local = local.pin_memory()
+            if info.communication.feeds_back and not local.is_meta:
+                _keep_errors(info, local)
+
+
+def _keep_errors(info: ShardedParameter, local: Tensor) -> None:
+    """Let the rounding errors of a parameter, zeros at first, be those of the memory that its shard has now."""
+    device, errors = info.communication.device or local.device, info.model.errors
+    found = errors.get(info.fqn)
+    errors[info.fqn] = torch.zeros(local.numel(), device=device) if found is None else found.to(device)
+    keep_errors(local, errors[info.fqn])
 
 
 def tie_again(root: nn.Module, _incompatible_keys: Any = None) -> None:

@@ -86,6 +86,11 @@ class Communication(NamedTuple):
     """Whether tokens and embeddings travel in place of the weight and its gradient (``embedding_lookup.py``)."""
 
     @property
+    def feeds_back(self) -> bool:
+        """Whether rounding errors of the gradient are kept and added to the next one."""
+        return self.two_steps is not None and self.two_steps.feeds_back
+
+    @property
     def groups(self) -> list[Group]:
         """Process groups that gradients are reduced over, in this order."""
         return [group for group in (self.shard_group, self.replica_group) if group is not None]
@@ -135,6 +140,8 @@ class ShardedModel:
     """FQN and whole shape of each parameter, in registration order."""
     uncompared: dict[str, "Uncompared"] = field(default_factory=dict)
     """Facts about each parameter, by FQN; empty once the ranks have compared them."""
+    errors: dict[str, Tensor] = field(default_factory=dict)
+    """Rounding errors of sums of gradients that are fed back, (numel of the shard,), float32, by FQN."""
     holders: dict[str, tuple[weakref.ref[nn.Module], str]] = field(default_factory=dict)
     """A module that holds the parameter, and the name that the parameter has there, by FQN."""
 
@@ -320,8 +327,9 @@ def reduce(grad: Tensor, comm: Communication, local: Tensor) -> Tensor:
     if comm.reduce_format is not None and comm.shard_group is not None and encodes_here():
         encoded = len(steps) if comm.two_steps and comm.two_steps.to_replicas else 1
         divisor = math.prod([float(group.ranks) for group, operator in steps[:encoded] if operator == "avg"])
-        wire = comm.reduce_format, comm.two_steps
-        rows = encoded_collectives.reduce_scatter(rows, divisor, *comm.shard_group[::-1], *wire)
+        name, ranks = comm.shard_group
+        formats = comm.reduce_format, comm.two_steps
+        rows = encoded_collectives.reduce_scatter(rows, divisor, ranks, name, *formats, local)
         steps = steps[encoded:]
     for group, operator in steps:
         if group is comm.replica_group or comm.dim is None:

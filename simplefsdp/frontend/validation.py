@@ -122,12 +122,19 @@ def check_wire_format(
         raise ValueError(f"wire: {fqn}: mode 'replicate' gathers and scatters nothing that {asked} could be for")
     if param.dtype not in DTYPES:
         raise ValueError(f"wire: {fqn}: a {param.dtype} parameter cannot travel as {asked}; {_ENCODABLE}")
+    if form.error_feedback and mode != "hybrid_shard":
+        raise ValueError(
+            f"wire: {fqn}: error_feedback needs mode 'hybrid_shard', where replicas round sums of their shards; in "
+            f"mode {mode!r} ranks round whole gradients, and errors would take as much memory as those"
+        )
     dtype = mp_policy.reduce_dtype
-    if form.between_nodes and replicas > 1 and not sends_less_to_replicas(form.between_nodes, replicas, dtype):
+    between = form.between_nodes or (form.reduce if form.error_feedback else None)
+    if between and replicas > 1 and not sends_less_to_replicas(between, replicas, dtype):
+        option = "between_nodes" if form.between_nodes else "reduce"
         less = [name for name in REDUCE_FORMATS if sends_less_to_replicas(name, replicas, dtype)]
         raise ValueError(
-            f"wire: {fqn}: between_nodes={form.between_nodes!r} sends no less among {replicas} replicas than their "
-            f"all-reduce in {dtype or torch.float32}; what does: {', '.join(map(repr, less)) or 'no format'}"
+            f"wire: {fqn}: {option}={between!r} sends no less among {replicas} replicas than their all-reduce in "
+            f"{dtype or torch.float32}; what does: {', '.join(map(repr, less)) or 'no format'}"
         )
 
 

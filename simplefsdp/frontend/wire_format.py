@@ -27,17 +27,24 @@ class WireFormat:
             ``None``: as ``reduce``. Counts where parameters are fully sharded over several nodes of several ranks, and
             in a hybrid mode, where each replica sends its sums to all others: with ``None`` the all-reduce stays as it
             is where ``reduce`` would send no less.
+        error_feedback: whether each replica, in a hybrid mode, adds what rounding took from its sums to its sums of the
+            next step, so that what is lost does not add up over the steps. It costs four bytes for each value of a
+            rank's shard. ``ErrorFeedback`` puts these errors into checkpoints.
 
     Raises:
-        ValueError: an unknown format, or one between nodes without one inside of them; in ``simple_fsdp`` one that
-            sends no less among so many replicas than their all-reduce.
+        TypeError: ``error_feedback`` is not ``True`` or ``False``.
+        ValueError: an unknown format; one between nodes, or ``error_feedback``, without one of ``reduce``; in
+            ``simple_fsdp`` one that sends no less among so many replicas than their all-reduce, and ``error_feedback``
+            where replicas send no sums.
 
-    Source: ZeRO++ (arXiv 2306.10013), sections 3.1 and 3.3; SDP4Bit (arXiv 2410.15526), section 3.2.
+    Source: ZeRO++ (arXiv 2306.10013), sections 3.1 and 3.3; SDP4Bit (arXiv 2410.15526), section 3.2; error feedback:
+    Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Karimireddy et al. (arXiv 1901.09847).
     """
 
     gather: str | None = None
     reduce: str | None = None
     between_nodes: str | None = None
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         for option, value, known in (
@@ -49,6 +56,10 @@ class WireFormat:
                 raise ValueError(f"WireFormat: {option}: " + unknown("format", str(value), list(known)))
         if self.between_nodes is not None and self.reduce is None:
             raise ValueError(f"WireFormat: between_nodes: {self.between_nodes!r} needs a format of reduce, found None")
+        if not isinstance(self.error_feedback, bool):
+            raise TypeError(f"WireFormat: error_feedback: expected True or False, found {self.error_feedback!r}")
+        if self.error_feedback and self.reduce is None:
+            raise ValueError("WireFormat: error_feedback: needs a format of reduce, found None")
 
 
 def sends_less_to_replicas(wire_format: str, replicas: int, dtype: torch.dtype | None) -> bool:

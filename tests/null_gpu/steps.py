@@ -122,7 +122,10 @@ WIRE_CASES: dict[str, Case] = {
     ),
     "replicas": Case(
         mesh={"replicate": 8, "shard": 8},
-        settings={"mode": "hybrid_shard", "wire": WireFormat("int8", "int8", between_nodes="int4")},
+        settings={
+            "mode": "hybrid_shard",
+            "wire": WireFormat("int8", "int8", between_nodes="int4", error_feedback=True),
+        },
     ),
 }
 """Cases in which weights and gradients travel in a wire format.

@@ -95,21 +95,33 @@ def test_decoded_bits_are_those_of_a_cpu(name, rows, numel, exponent, dtype, see
     numel=NUMEL,
     dtype=DTYPE,
     divisor=st.sampled_from([1.0, 3.0]),
+    missing=st.integers(0, 200),
+    bad=st.sampled_from([0.0, float("inf"), float("nan")]),
     seed=st.integers(0, 99),
 )
-def test_bits_of_sums_are_those_of_a_cpu(name, into, ranks, numel, dtype, divisor, seed):
+def test_bits_of_sums_are_those_of_a_cpu(name, into, ranks, numel, dtype, divisor, missing, bad, seed):
     form = FORMATS[name]
     sent = torch.zeros(ranks, 2, form.nbytes(numel), dtype=torch.uint8)
     encode([random(ranks, 2, numel, seed=seed)], [sent], [numel], form)
-    sums, again = [], []
+    with_bad = random(ranks, 1, numel, seed=seed)
+    with_bad[0, 0, numel // 2] += bad
+    encode([with_bad], [fed := torch.zeros(ranks, 1, form.nbytes(numel), dtype=torch.uint8)], [numel], form)
+    sums, again, errors, fed_back = [], [], [], []
     for _ in both():
         decode_sum([sent[:, 1]], [out := torch.empty(numel, dtype=dtype)], form, divisor)
         sums.append(out)
         bytes_ = torch.zeros(2, FORMATS[into].nbytes(numel), dtype=torch.uint8)
         encode_sum([sent], [bytes_], [numel], form, FORMATS[into])
         again.append(bytes_)
+        error = random(max(0, numel - missing), seed=seed + 1)
+        errors.append(error)
+        fed_back.append(torch.zeros(1, FORMATS[into].nbytes(numel), dtype=torch.uint8))
+        encode_sum([fed], fed_back[-1:], [numel], form, FORMATS[into], [error])
     assert torch.equal(*sums)
     assert torch.equal(*again)
+    assert torch.equal(*errors)
+    assert errors[0].isfinite().all()
+    assert bad or torch.equal(*fed_back)
 
 
 @settings(max_examples=10, deadline=None)

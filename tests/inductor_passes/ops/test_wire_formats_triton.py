@@ -42,18 +42,20 @@ def test_they_are_built_for_every_gpu_without_spilling_and_with_wide_loads(
     of_values = {"values": tl.float32, "in_sixteens": True}
     placed = dict.fromkeys(["per", "outer", "inner"], "i32")
     summed = dict.fromkeys(["ranks", "stride"], "i32")
+    apart = {"sent": "*i32", "out": "*i32", **summed, "apart": "i32", "apart_out": "i32"}
     asked = {
         "encode": (
             {"out": "*i32", **placed, "divisor": "fp32"},
             {**of_values, **divides, "dtype": tl.bfloat16, "stochastic": stochastic},
         ),
         "decode_sum": ({"sent": "*i32", **summed, "divisor": "fp32"}, {**of_values, **divides}),
-        "encode_sum": ({"sent": "*i32", "out": "*i32", **summed, "apart": "i32", "apart_out": "i32"}, into),
+        "encode_sum": (apart, {**into, "in_sixteens": True, "feeds_back": False}),
+        "encode_sum with errors": (apart, {**into, "in_sixteens": True, "feeds_back": True}),
     }
     tables = {"begins", "addresses", "totals", "numels", "offsets", "offsets_out"}
     found = {
         what: built(  # as for large contiguous tensors, whose addresses and sizes are multiples of 16
-            kernel := getattr(kernels, f"{what}_kernel"),
+            kernel := getattr(kernels, f"{what.split()[0]}_kernel"),
             capability,
             types | {name: ("i64",) * 16 for name in kernel.arg_names if name in tables},
             aligned=(),
@@ -61,7 +63,7 @@ def test_they_are_built_for_every_gpu_without_spilling_and_with_wide_loads(
             **constants,
             kind=kind,
             rotates=rotates,
-            blocks=kernels.BLOCKS,
+            blocks=kernels.BLOCKS // (2 if "errors" in what else 1),
         )
         for what, (types, constants) in asked.items()
     }

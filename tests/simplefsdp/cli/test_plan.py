@@ -240,6 +240,11 @@ def test_ranks_that_leave_a_node_in_part_are_planned_in_one_step(
         ([*SMALL, "--wire-auto", "--plan", "block"], "--wire-auto: needs --plan auto"),
         ([*SMALL, "--wire-auto"], "--wire-auto: needs --wire-gather or --wire-reduce, the formats that are allowed"),
         ([*SMALL, "--wire-between-nodes", "int4"], "--wire-between-nodes: needs --wire-reduce"),
+        ([*SMALL, "--wire-error-feedback"], "--wire-error-feedback: needs --wire-reduce"),
+        (
+            [*SMALL, "--wire-error-feedback", "--wire-reduce", "int8"],
+            "wire: tok_embeddings.weight: error_feedback needs mode 'hybrid_shard', where replicas round sums of their",
+        ),
         ([*SMALL, "--memory-budget", "much"], "expected bytes, as 60_000_000 or '60GiB', found 'much'"),
         ([*SMALL, "--memory-budget", "1MiB"], "this step needs at least"),
         ([*SMALL, "--sweep", "rank=8"], "--sweep: unknown argument 'rank'; did you mean 'ranks'"),
