@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from inductor_passes.ops.wire_formats import BLOCK, FORMATS, GATHER_FORMATS, decode, decode_sum, encode
+from inductor_passes.ops.wire_formats import (
+    BLOCK,
+    FORMATS,
+    GATHER_FORMATS,
+    REDUCE_FORMATS,
+    decode,
+    decode_sum,
+    encode,
+    encode_sum,
+)
 from simplefsdp.null_gpu.launch import null_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or null_device() is not None, reason="needs a GPU")
@@ -34,6 +43,24 @@ def test_a_gpu_encodes_and_decodes_as_a_cpu(name: str, numel: int, dtype: torch.
     different = (on_cpu - on_gpu).abs() > 1e-5 * on_cpu.abs().max()
     assert FORMATS[name].rotates or different.float().mean() < 0.01
     assert torch.linalg.vector_norm(on_cpu - on_gpu) < 0.01 * torch.linalg.vector_norm(on_cpu)
+
+
+@pytest.mark.parametrize("name", REDUCE_FORMATS)
+def test_a_gpu_keeps_the_errors_that_a_cpu_keeps(name: str) -> None:
+    numel, form = 5000, FORMATS["bf16-fp32sum"]
+    values = torch.randn(3, 1, numel, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = []
+    for device in ("cpu", "cuda"):
+        sent = torch.zeros(3, 1, form.nbytes(numel), dtype=torch.uint8, device=device)
+        encode([values.to(device)], [sent], [numel], form)
+        errors = torch.full((numel - 8,), 0.25, device=device)
+        into = torch.zeros(1, FORMATS[name].nbytes(numel), dtype=torch.uint8, device=device)
+        encode_sum([sent], [into], [numel], form, FORMATS[name], [errors])
+        decode_sum([into], [sums := torch.empty(numel, device=device)], FORMATS[name], 1.0)
+        exact = values.float().sum(0)[0, :-8] + 0.25
+        torch.testing.assert_close(sums.cpu()[:-8] + errors.cpu(), exact, rtol=1e-4, atol=1e-4)
+        found.append(errors.cpu())
+    assert torch.linalg.vector_norm(found[0] - found[1]) < 0.1 * torch.linalg.vector_norm(found[0])
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
