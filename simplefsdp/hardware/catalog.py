@@ -199,9 +199,11 @@ def built_in(name: str) -> HardwareProfile:
     """Return a built-in profile by name, such as ``"h200/h100-8-nodes"``: a GPU of ``DEVICES`` on one of ``NETWORKS``.
 
     Raises:
-        ValueError: there is no such device or network; with the nearest name.
+        ValueError: there is no such device or network, with the nearest name; or there is none in ``name``.
     """
     device, _, of_network = name.partition("/")
+    if device in DEVICES and not of_network:
+        raise ValueError(f"profile {name!r}: no network; the name of one follows, as in '{device}/h100-8-nodes'")
     if device not in DEVICES:
         raise ValueError(f"profile {name!r}: " + unknown("device", device, DEVICES))
     if of_network not in NETWORKS:

@@ -63,6 +63,7 @@ def test_a_name_is_enough() -> None:
     ("name", "message"),
     [
         ("h300/h100-8-nodes", r"profile 'h300/h100-8-nodes': unknown device 'h300'; did you mean"),
+        ("h100", r"profile 'h100': no network; the name of one follows, as in 'h100/h100-8-nodes'"),
         ("h100/h100-8-node", r"profile 'h100/h100-8-node': unknown network 'h100-8-node'; did you mean"),
     ],
 )
