@@ -100,7 +100,8 @@ def encode_sums(
     """
     out = _encoded_sums(buffer, ranks, nodes, numels, wire_format, into)
     sent, sums = _parts(buffer, numels, wire_format, ranks, nodes), _parts(out, numels, into, nodes)
-    encode_sum(sent, sums, numels, FORMATS[wire_format], FORMATS[into], [*map(errors_of, shards or ())])
+    errors = [errors_of(shard, buffer.device) for shard in shards or ()]
+    encode_sum(sent, sums, numels, FORMATS[wire_format], FORMATS[into], errors)
     return out
 
 

@@ -22,10 +22,14 @@ def keep_errors(shard: Tensor, errors: Tensor) -> None:
     _errors[_place(shard)] = errors
 
 
-def errors_of(shard: Tensor) -> Tensor:
-    """Return the errors of a shard, which the caller changes; zeros that are soon forgotten, if nobody keeps any."""
+def errors_of(shard: Tensor, device: torch.device) -> Tensor:
+    """Return the errors of a shard, which the caller changes; zeros that are soon forgotten, if nobody keeps any.
+
+    Args:
+        device: of the sums; an offloaded shard is on another.
+    """
     found = _errors.get(_place(shard))
-    return torch.zeros(shard.numel(), device=shard.device) if found is None else found
+    return torch.zeros(shard.numel(), device=device) if found is None else found
 
 
 def _place(shard: Tensor) -> tuple[int, int]:

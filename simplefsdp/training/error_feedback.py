@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from inductor_passes.torch_compat.dtensor import StridedShard, dtensor, local_tensor
-from simplefsdp.frontend.gradient_accumulation import ShardedAttribute, sharded_attributes
 
 
 class ErrorFeedback:
@@ -35,43 +34,48 @@ class ErrorFeedback:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
         self._model = getattr(model, "_orig_mod", model)
-        found = self._attributes()
+        found = self._params()
         if not found:
             raise ValueError("model: no parameter feeds errors back; see WireFormat(error_feedback=True)")
-        if on_meta := [fqn for fqn, each in found.items() if each.param.is_meta]:
+        if on_meta := [fqn for fqn, param in found.items() if param.is_meta]:
             raise ValueError(f"model: {on_meta[0]} is on meta and has no errors yet")
 
     def state_dict(self) -> dict[str, DTensor]:
         """Return the errors of each parameter by FQN, (replicas, *shape of the parameter), float32; no copies."""
-        return {fqn: _errors(each) for fqn, each in self._attributes().items()}
+        return {fqn: _errors(param) for fqn, param in self._params().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Copy errors from what ``state_dict`` returned, here or on the same rank of a run with as many.
 
         Raises:
-            ValueError: other parameters, or another number of replicas; nothing was copied.
+            TypeError: a value is no ``DTensor``.
+            ValueError: other parameters, or another number of replicas; in all cases nothing was copied.
         """
         own = self.state_dict()
         for fqn in [*own, *state_dict]:
             here, given = (tuple(of[fqn].shape) if fqn in of else None for of in (own, state_dict))
             if here != given:
                 raise ValueError(f"error_feedback: {fqn}: errors of shape {given} were given, {here} are here")
+            if not isinstance(state_dict[fqn], DTensor):
+                raise TypeError(f"error_feedback: {fqn}: expected a DTensor, found {type(state_dict[fqn]).__name__}")
         for fqn, errors in own.items():
             local_tensor(errors).copy_(local_tensor(state_dict[fqn]))
 
-    def _attributes(self) -> dict[str, ShardedAttribute]:
-        return {each.info.fqn: each for each in sharded_attributes(self._model) if each.info.communication.feeds_back}
+    def _params(self) -> dict[str, Any]:
+        named: dict[str, Any] = dict(self._model.named_parameters())
+        infos = {fqn: getattr(param, "simple_fsdp_info", None) for fqn, param in named.items()}
+        return {fqn: named[fqn] for fqn, info in infos.items() if info is not None and info.communication.feeds_back}
 
 
-def _errors(each: ShardedAttribute) -> DTensor:
+def _errors(param: Any) -> DTensor:
     """Return the errors of a parameter in its own layout, with one more dim for replicas in front."""
-    info, dim = each.info, each.info.communication.dim or 0
-    encoded = each.param._local_tensor.movedim(dim, 0)
+    info, mesh = param.simple_fsdp_info, param.device_mesh
+    dim = info.communication.dim
+    encoded = local_tensor(param).movedim(dim, 0)
     local = info.model.errors[info.fqn].view(encoded.shape).movedim(0, dim).unsqueeze(0)
     # The first dimension of the mesh is that of replicas.
-    placements = Shard(0), *map(_behind_replicas, each.param.placements[1:])
-    mesh = each.param.device_mesh
-    return dtensor(local, mesh, placements, torch.Size([mesh.size(0), *each.param.shape]))
+    placements = Shard(0), *map(_behind_replicas, param.placements[1:])
+    return dtensor(local, mesh, placements, torch.Size([mesh.size(0), *param.shape]))
 
 
 def _behind_replicas(placement: Placement) -> Any:

@@ -84,9 +84,9 @@ def test_errors_belong_to_a_shard_and_not_to_its_neighbour_or_to_what_comes_afte
     memory = torch.zeros(8)
     first, second = memory[:4], memory[4:]
     keep_errors(first, errors := torch.ones(4))
-    assert errors_of(first.view(2, 2)) is errors
-    assert not errors_of(second).any()
-    assert errors_of(second) is not errors_of(second)
+    assert errors_of(first.view(2, 2), memory.device) is errors
+    assert not errors_of(second, memory.device).any()
+    assert errors_of(second, memory.device) is not errors_of(second, memory.device)
     del errors
     gc.collect()
-    assert not errors_of(first).any()
+    assert not errors_of(first, memory.device).any()

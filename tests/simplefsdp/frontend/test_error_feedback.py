@@ -169,6 +169,9 @@ def test_errors_follow_their_model() -> None:
     plain = simple_fsdp(nn.Linear(4, 6), _mesh())
     more = [state_of_parameters(each.parameters()).resident_bytes for each in (twin, plain)]
     assert more[0] - more[1] == 4 * (6 * 4 + 6) // 2
+    both = nn.ModuleList([model, twin])
+    assert [*ErrorFeedback(both).state_dict()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    del both
     left = weakref.ref(ErrorFeedback(twin).state_dict()["weight"].to_local().untyped_storage())
     del twin, each
     gc.collect()
@@ -195,6 +198,8 @@ def test_what_cannot_be_fed_back_is_refused() -> None:
     for given in ({"weight": torch.ones(4, 6, 4)}, feedback.state_dict() | {"bias": torch.ones(2, 6)}):
         with pytest.raises(ValueError, match=r"errors of shape \((4, 6, 4|2, 6)\) were given"):
             feedback.load_state_dict(given)
+    with pytest.raises(TypeError, match="weight: expected a DTensor, found Tensor"):
+        feedback.load_state_dict({"weight": torch.ones(2, 6, 4)})
 
 
 def test_ranks_of_which_one_feeds_errors_back_are_told(four_ranks: Ranks) -> None:
