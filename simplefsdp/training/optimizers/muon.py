@@ -28,6 +28,7 @@ def muon(
     adamw_betas: tuple[float, float] = (0.9, 0.95),
     adamw_weight_decay: float | None = None,
     split_rows: Mapping[str, int] | None = None,
+    compiled: bool = False,
     exchange_bytes: int = EXCHANGE_BYTES,
 ) -> Muon:
     """Return an optimizer that steps the hidden matrices of ``model`` by Muon, and all else by AdamW.
@@ -54,12 +55,14 @@ def muon(
         adamw_weight_decay: of AdamW; ``None``: as ``weight_decay``.
         split_rows: how many matrices, one below the other, a parameter holds, by pattern: heads of a query projection,
             two for gate and up in one weight. Each is made orthogonal by itself. Others are taken as they are stored.
+        compiled: see ``Muon``.
         exchange_bytes: see ``distribute_optimizer``.
 
     Raises:
         ValueError: a pattern names no parameter that it could apply to; a setting is out of range; the model has no
             hidden matrix.
-        TypeError, RuntimeError: see ``distribute_optimizer``.
+        TypeError: ``compiled`` is not ``True`` or ``False``; and see ``distribute_optimizer``.
+        RuntimeError: see ``distribute_optimizer``.
     """
     hidden, rest = split_parameters(model, adamw)
     if not hidden:
@@ -87,6 +90,7 @@ def muon(
         nesterov=nesterov,
         iterations=iterations,
         scale=scale,
+        compiled=compiled,
         betas=adamw_betas,
     )
     return distribute_optimizer(optimizer, exchange_bytes=exchange_bytes)

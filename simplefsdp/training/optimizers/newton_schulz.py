@@ -5,13 +5,15 @@ that of Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982). ``to
 matrix after the other.
 """
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from inductor_passes.torch_compat.dynamo import compiled_for_each_shape
 from simplefsdp.training.optimizers.matrix_optimizer import MatrixOptimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -38,11 +40,14 @@ class Muon(MatrixOptimizer):
         scale: factor of the update of a matrix of a rows and b columns: ``"original"``: sqrt(max(1, a / b));
             ``"match_rms_adamw"``: 0.2 sqrt(max(a, b)), with which learning rates of AdamW fit (``muon``).
         split_rows: number of matrices, one below the other, that each parameter holds, such as heads (``muon``).
+        compiled: whether TorchInductor compiles the iterations, once for each shape of what goes through them together
+            (``muon``). The first step then takes seconds for each shape. Values differ by roundings.
         betas: of AdamW (``adamw``).
         eps: of AdamW (``adamw``).
         weight_decay: decoupled, multiplied by ``lr``.
 
     Raises:
+        TypeError: ``compiled`` is not ``True`` or ``False``.
         ValueError: a setting is out of range; a parameter of ``"muon"`` has one dim or none, or rows that
             ``split_rows`` does not divide.
     """
@@ -62,6 +67,7 @@ class Muon(MatrixOptimizer):
         iterations: int = 5,
         scale: Scale = "original",
         split_rows: int = 1,
+        compiled: bool = False,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
@@ -74,6 +80,7 @@ class Muon(MatrixOptimizer):
             "iterations": iterations,
             "scale": scale,
             "split_rows": split_rows,
+            "compiled": compiled,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
@@ -84,6 +91,8 @@ class Muon(MatrixOptimizer):
         super().check(group)
         if group["scale"] not in ("original", "match_rms_adamw"):
             raise ValueError(f"scale: expected 'original' or 'match_rms_adamw', found {group['scale']!r}")
+        if not isinstance(group["compiled"], bool):
+            raise TypeError(f"compiled: expected True or False, found {group['compiled']!r}")
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"momentum: expected from 0 to less than 1, found {group['momentum']}")
         for param in group["params"] if group["algorithm"] == self.own else ():
@@ -110,13 +119,15 @@ class Muon(MatrixOptimizer):
             shape = params[members[0]].shape
             matrices = [updates[i].reshape(group["split_rows"], shape[0] // group["split_rows"], -1) for i in members]
             batch = torch.cat(matrices) if len(matrices) > 1 else matrices[0]
-            orthogonal = newton_schulz(batch, group["iterations"]).split(group["split_rows"])
+            orthogonal = newton_schulz(batch, group["iterations"], compiled=group["compiled"]).split(
+                group["split_rows"]
+            )
             step = -group["lr"] * _scale(group["scale"], *batch.shape[1:])
             for i, update in zip(members, orthogonal, strict=True):
                 params[i].add_(update.reshape(shape), alpha=step)
 
 
-def newton_schulz(matrices: Tensor, iterations: int = 5) -> Tensor:
+def newton_schulz(matrices: Tensor, iterations: int = 5, *, compiled: bool = False) -> Tensor:
     """Return matrices with about the same singular vectors, and singular values between about 0.7 and 1.2.
 
     A matrix of zeros stays one. On a GPU all matrices go through the same products. On a CPU they go one by one, as
@@ -125,14 +136,22 @@ def newton_schulz(matrices: Tensor, iterations: int = 5) -> Tensor:
     Args:
         matrices: (number, rows, columns), of any floating dtype.
         iterations: how often the polynomial x (a + b x^2 + c x^4), of ``COEFFICIENTS``, is applied.
+        compiled: whether ``torch.compile`` compiles the iterations, once for each shape.
 
     Returns:
         (number, rows, columns) in bfloat16.
     """
+    apply = _compiled() if compiled else iterate
     if matrices.device.type == "cpu":
-        orthogonal = [iterate(each, iterations) for each in matrices]
+        orthogonal = [apply(each, iterations) for each in matrices]
         return torch.stack(orthogonal) if len(orthogonal) > 1 else orthogonal[0][None]
-    return iterate(matrices, iterations)
+    return apply(matrices, iterations)
+
+
+@functools.cache
+def _compiled() -> Callable[[Tensor, int], Tensor]:
+    """Return ``iterate`` as a function that is compiled for each shape."""
+    return compiled_for_each_shape(iterate)
 
 
 def iterate(matrices: Tensor, iterations: int) -> Tensor:

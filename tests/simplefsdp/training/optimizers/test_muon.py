@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn, optim
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 from simplefsdp import muon, simple_fsdp
@@ -42,6 +43,26 @@ def test_a_matrix_has_the_same_bits_alone_and_among_others(rows: int, columns: i
     assert torch.equal(found, torch.cat([newton_schulz(each[None]) for each in matrices]))
     batched = iterate(matrices, 5)  # as on a GPU
     assert (batched.float() - found.float()).norm() < 0.02 * found.float().norm()
+
+
+@pytest.mark.compile
+def test_iterations_are_compiled_once_for_each_shape() -> None:
+    torch.manual_seed(0)
+    shapes = [(4 + i % 9, 6) for i in range(12)]  # more than the eight that Dynamo compiles without a word
+    values = [torch.randn(shape) for shape in shapes]
+    compiled, plain = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    optimizers = Muon(compiled, 0.05, compiled=True), Muon(plain, 0.05)
+    torch._dynamo.reset()
+    counters.clear()
+    for _ in range(2):
+        for one, other in zip(compiled, plain, strict=True):
+            one.grad = torch.randn(one.shape)
+            other.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert counters["stats"]["unique_graphs"] == len(set(shapes)) == 9
+    for one, other in zip(compiled, plain, strict=True):
+        assert (one - other).norm() < 0.002 * other.norm()
 
 
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
@@ -154,6 +175,8 @@ def test_what_muon_cannot_step_is_named() -> None:
             muon(model, **options)
     with pytest.raises(ValueError, match=r"params: muon steps real matrices, found \(36,\) of torch.float32"):
         Muon([model.norm.weight])
+    with pytest.raises(TypeError, match="compiled: expected True or False, found 'max-autotune'"):
+        muon(model, compiled="max-autotune")  # type: ignore[arg-type]
     optimizer = Muon([model.output.weight])
     with pytest.raises(ValueError, match="algorithm: expected 'muon' or 'adamw', found 'sgd'"):
         optimizer.add_param_group({"params": [model.norm.weight], "algorithm": "sgd"})
