@@ -3,7 +3,7 @@
     python -m benchmarks.wire                              # five scenarios, half an hour
     python -m benchmarks.wire --scenarios bandwidth --rounds 3
     python -m benchmarks.wire --gbit 0.25                  # two gloo ranks over a link of that rate; needs root and tc
-    python -m benchmarks.wire --errors                     # of real weights and gradients, two minutes
+    python -m benchmarks.wire --errors                     # of real weights and gradients, a minute
 
 Scenarios are those of ``benchmarks.overlap``, with their model in fp32; ``narrow`` is ``bandwidth`` with half of the
 bandwidth, so that communication takes about twice as long as compute. Every system plans with ``plan="auto"``. Systems
@@ -218,46 +218,41 @@ def errors(steps: int = 50, ranks: int = 8) -> str:
 def _mean_errors(training: _Training, steps: int = 20, replicas: int = 2) -> list[str]:
     """Return the lines of a table: the error of the mean gradient of some steps, without error feedback and with it."""
     lines = ["| among replicas | mean gradient | fed back |", "|---|---|---|"]
-    shards = [[torch.empty_like(weight) for weight in training.weights] for _ in range(replicas)]
-    errors = {
-        name: [[torch.zeros(shard.numel()) for shard in of_replica] for of_replica in shards]
-        for name in ("bf16-fp32sum", "fp8", "int8", "int4", "int4-hadamard", "int4-stochastic")
-    }
-    exact = [torch.zeros(shard.shape, dtype=torch.float64) for shard in shards[0]]
-    means = {name: [[torch.zeros(shard.shape) for shard in shards[0]] for _ in range(2)] for name in errors}
+    weights = training.weights
+    names = ("bf16-fp32sum", "fp8", "int8", "int4", "int4-hadamard", "int4-stochastic")
+    shards = {name: [[torch.empty_like(weight) for _ in range(replicas)] for weight in weights] for name in names}
+    errors = [(shard, torch.zeros(shard.numel())) for of in shards.values() for each in of for shard in each]
+    for shard, error in errors:
+        keep_errors(shard, error)
+    exact = [torch.zeros(weight.shape, dtype=torch.float64) for weight in weights]
+    means = {name: [[torch.zeros(weight.shape) for weight in weights] for _ in range(2)] for name in names}
     for _ in range(steps):
         training.step()
         for i, gradients in enumerate(training.gradients()):
             exact[i] += torch.stack(gradients).double().mean(0)
-            for name, of_replicas in errors.items():
-                for mean, feeds_back in zip(means[name], (False, True), strict=True):
-                    fed_back = [[of[i] for of in shards], [of[i] for of in of_replicas]] if feeds_back else None
-                    mean[i] += _among_replicas(gradients, replicas, name, fed_back)
+            for name, (rounded, fed_back) in means.items():
+                rounded[i] += _among_replicas(gradients, name, [None] * replicas)
+                fed_back[i] += _among_replicas(gradients, name, [[shard] for shard in shards[name][i]])
     for name, of_format in means.items():
-        rounded, fed = (f"{_relative(found, exact):.1e}" for found in of_format)
-        lines.append(f"| `{name}` | {rounded} | {fed} |")
+        lines.append(f"| `{name}` | " + " | ".join(f"{_relative(found, exact):.1e}" for found in of_format) + " |")
     return lines
 
 
 def _among_replicas(
-    gradients: Sequence[torch.Tensor], replicas: int, name: str, fed_back: Sequence[Sequence[torch.Tensor]] | None
+    gradients: Sequence[torch.Tensor], name: str, fed_back: Sequence[list[torch.Tensor] | None]
 ) -> torch.Tensor:
     """Return the mean of all ranks' gradients, which replicas sent each other in a format.
 
     Args:
-        fed_back: the shard of each replica, and the errors of each; ``None``: without error feedback.
+        fed_back: the shard of each replica whose errors are fed back; ``None``: without error feedback.
     """
-    numels, ranks = [gradients[0].numel()], len(gradients) // replicas
+    numels, ranks = [gradients[0].numel()], len(gradients) // len(fed_back)
     first = "bf16-fp32sum"
     sent = []
-    for i in range(replicas):
+    for i, shard in enumerate(fed_back):
         received = [ENCODE_GRADIENTS([each], 1, first, torch.float32) for each in gradients[i * ranks :][:ranks]]
-        shard = None
-        if fed_back is not None:
-            shard = [fed_back[0][i]]
-            keep_errors(fed_back[0][i], fed_back[1][i])
         sent.append(ENCODE_SUMS(torch.cat(received), ranks, 1, numels, first, name, shard))
-    mean = DECODE_SUMS(torch.cat(sent), replicas, numels, name, torch.float32, float(len(gradients)))
+    mean = DECODE_SUMS(torch.cat(sent), len(fed_back), numels, name, torch.float32, float(len(gradients)))
     return mean.view(gradients[0].shape)
 
 

@@ -60,7 +60,8 @@ def partition(
                 _unfold(gather.node)
         for reduction in reductions(module.graph):
             group, _, *read = reduction.options[-1]
-            reduction.node.meta.update(dict.fromkeys([SHARD] * len(read), *read))
+            if read:
+                (reduction.node.meta[SHARD],) = read
             _set_group(reduction.node, group)
     _save_what_views_are_of(forward.graph, backward.graph, num_fwd_outputs)
     return opaque_objects_last(forward, backward, num_fwd_outputs)

@@ -211,23 +211,19 @@ def encode_sum(
     if _in_triton(rows[0]):
         _triton().encode_sum(rows, out, numels, form_of(encoding), form_of(into), errors)
         return
-    for sent, encoded, numel, error in zip(rows, out, numels, errors, strict=False):
-        sums, decoded = sent.new_empty(2, 1, numel, dtype=torch.float32)
-        decode_sum([sent[:, 0]], [sums[0]], encoding, 1.0)
-        exact = sums[0, : len(error)].add_(error)
-        _encode(sums, encoded, numel, into)
-        decode_sum([encoded], [decoded[0]], into, 1.0)
-        torch.sub(exact, decoded[0, : len(error)], out=error).nan_to_num_(0.0, 0.0, 0.0)
-    if errors:
-        return
-    if encoding.rotates and into.rotates:
+    if not errors and encoding.rotates and into.rotates:
         encoding, into = encoding._replace(rotates=False), into._replace(rotates=False)
         numels = [blocks(numel) * BLOCK for numel in numels]  # also of what fills up the last block
-    for sent, encoded, numel in zip(rows, out, numels, strict=True):
+    fed_back: Sequence[Tensor | None] = errors or [None] * len(out)
+    for sent, encoded, numel, error in zip(rows, out, numels, fed_back, strict=True):
         sums = sent.new_empty(len(encoded), numel, dtype=torch.float32)
         for i, each in enumerate(sums):
             decode_sum([sent[:, i]], [each], encoding, 1.0)
+        exact = sums[0, : len(error)].add_(error) if error is not None else None
         _encode(sums, encoded, numel, into)
+        if exact is not None:
+            decode_sum([encoded], [decoded := torch.empty_like(sums[0])], into, 1.0)
+            torch.sub(exact, decoded[: len(exact)], out=error).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def quantize(values: Tensor, quantized: Tensor, encoding: Encoding) -> Tensor:

@@ -202,10 +202,10 @@ def built_in(name: str) -> HardwareProfile:
         ValueError: there is no such device or network, with the nearest name; or there is none in ``name``.
     """
     device, _, of_network = name.partition("/")
-    if device in DEVICES and not of_network:
-        raise ValueError(f"profile {name!r}: no network; the name of one follows, as in '{device}/h100-8-nodes'")
     if device not in DEVICES:
         raise ValueError(f"profile {name!r}: " + unknown("device", device, DEVICES))
+    if not of_network:
+        raise ValueError(f"profile {name!r}: no network; the name of one follows, as in '{device}/h100-8-nodes'")
     if of_network not in NETWORKS:
         raise ValueError(f"profile {name!r}: " + unknown("network", of_network, NETWORKS))
     found = DEVICES[device]

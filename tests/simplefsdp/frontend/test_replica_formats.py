@@ -22,8 +22,8 @@ from tests.ranks import Ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FORMATS: dict[str, Any] = {
-    "none": WireFormat(reduce="int8-hadamard-stochastic", error_feedback=True),
-    "block": WireFormat("int8", "int8", between_nodes="int4", error_feedback=True),
+    "none": WireFormat(reduce="int8-hadamard-stochastic"),
+    "block": WireFormat("int8", "int8", between_nodes="int4"),
     "auto": {"*": WireFormat(reduce="bf16-fp32sum"), "*norm*": WireFormat(reduce="int8", between_nodes="int4")},
 }
 """Formats by the plan that they are compiled under."""

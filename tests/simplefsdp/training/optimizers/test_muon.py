@@ -1,6 +1,7 @@
 """Muon of a model: its formula, its groups, and its values on sharded parameters."""
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -45,6 +46,15 @@ def test_a_matrix_has_the_same_bits_alone_and_among_others(rows: int, columns: i
     assert (batched.float() - found.float()).norm() < 0.02 * found.float().norm()
 
 
+def _step_alike(optimizers: Iterable[optim.Optimizer], ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
+    """Take a step of each optimizer with the same random gradients."""
+    for one, other in zip(ours, theirs, strict=True):
+        one.grad = torch.randn(one.shape)
+        other.grad = one.grad.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 @pytest.mark.compile
 def test_iterations_are_compiled_once_for_each_shape() -> None:
     torch.manual_seed(0)
@@ -55,11 +65,7 @@ def test_iterations_are_compiled_once_for_each_shape() -> None:
     torch._dynamo.reset()
     counters.clear()
     for _ in range(2):
-        for one, other in zip(compiled, plain, strict=True):
-            one.grad = torch.randn(one.shape)
-            other.grad = one.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
+        _step_alike(optimizers, compiled, plain)
         assert counters["stats"]["unique_graphs"] == len(set(shapes)) == 9
     for one, other in zip(compiled, plain, strict=True):
         assert (one - other).norm() < 0.002 * other.norm()
@@ -76,11 +82,7 @@ def test_muon_is_torchs_muon(scale: Any, nesterov: bool) -> None:
         optim.Muon(theirs, 0.05, momentum=0.9, nesterov=nesterov, adjust_lr_fn=scale, weight_decay=0.2),
     )
     for _ in range(4):
-        for one, other in zip(ours, theirs, strict=True):
-            one.grad = torch.randn(one.shape)
-            other.grad = one.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
+        _step_alike(optimizers, ours, theirs)
     for one, other, value in zip(ours, theirs, values, strict=True):
         moved = (other - value).norm()
         assert (one - other).norm() < 0.03 * moved  # both round to bfloat16, theirs the norm too
