@@ -39,6 +39,7 @@ from inductor_passes.torch_compat.dynamo import trace_artifact
 from inductor_passes.trace_once import trace_once
 from simplefsdp.analysis.first_step import BODIES, FIRST_STEP, TRACED_ONCE
 from simplefsdp.analysis.timeline_trace import prediction_files
+from simplefsdp.compile.choose_casts import casts_that_raise_no_peak, worth_casting_in_matmuls
 from simplefsdp.compile.context import CompilationContext
 from simplefsdp.compile.log import CompilationLog
 from simplefsdp.compile.plan_step import (
@@ -49,11 +50,11 @@ from simplefsdp.compile.plan_step import (
     memory_limit,
     plan_step,
     with_reshard_decided,
-    worth_casting_in_matmuls,
 )
 from simplefsdp.frontend.encoded_collectives import encoded_by_passes
 from simplefsdp.frontend.unshard import unshard
-from simplefsdp.plan.bucket_plan import GraphUses
+from simplefsdp.plan.bucket_plan import BucketPlan, GraphUses
+from simplefsdp.plan.grouping import GroupingRequest
 
 log = logging.getLogger("simplefsdp")
 
@@ -136,7 +137,8 @@ class Passes:
         forward, backward = graphs or self.partition(joint, inputs, **kwargs)
         request = self.given.request
         if self.given.cast_in_matmuls and request is not None and self.given.profile is not None:
-            self.cast_in_matmuls(forward.graph, backward.graph, memory_limit(request, self.given.state.resident_bytes))
+            limit = memory_limit(request, self.given.state.resident_bytes)
+            self.cast_in_matmuls(forward.graph, backward.graph, limit, self._plan_by_rule(forward, backward, params))
         self._plan(forward.graph, backward.graph, params)
         for module in (forward, backward):
             self._bucket(module.graph)
@@ -231,42 +233,60 @@ class Passes:
                 return graphs, params
         return resharded, with_reshard_decided(self.given.params, ())
 
-    def cast_in_matmuls(self, forward: Graph, backward: Graph, limit: float) -> None:
+    def cast_in_matmuls(
+        self,
+        forward: Graph,
+        backward: Graph,
+        limit: float,
+        plan_by_rule: Callable[[Sequence[CostGraph]], BucketPlan] | None = None,
+    ) -> None:
         """Let matmuls cast gradients where that saves more than it costs, and where there is memory for it.
 
         Where it is not clear whether there is, both ways are planned, quickly.
 
         Args:
             limit: bytes that the graphs may need.
+            plan_by_rule: returns the plan of these graphs, whose peak may not grow; ``None``: a plan is searched later.
         """
-        _, costs = self.cost_graphs(forward, backward)
-        fqns, every = (worth_casting_in_matmuls(costs, most, narrows=self.given.narrows) for most in (limit, math.inf))
+        costs = self.cost_graphs(forward, backward)
+        fqns, every = (
+            worth_casting_in_matmuls(costs[1], most, narrows=self.given.narrows) for most in (limit, math.inf)
+        )
 
         def cast(graph: Graph, fqns: Collection[str]) -> None:
             cast_in_matmuls(graph, lambda reduction: reduction.fqns[0] in fqns)
 
-        def seconds(fqns: Collection[str]) -> float:
+        def costs_with(fqns: Collection[str]) -> list[CostGraph]:
             assert backward.owning_module is not None
             copied = GraphModule(backward.owning_module, copy.deepcopy(backward)).graph
             cast(copied, fqns)
-            return quick_seconds(self.cost_graphs(forward, copied), limit, DEVIATIONS)
+            return self.cost_graphs(forward, copied)
 
-        if fqns != every:
-            fqns = min((fqns, every), key=seconds)
+        if plan_by_rule is not None:
+            fqns = casts_that_raise_no_peak(every, plan_by_rule, costs, costs_with)
+        elif fqns != every:
+            fqns = min((fqns, every), key=lambda fqns: quick_seconds(costs_with(fqns), limit, DEVIATIONS))
         cast(backward, fqns)
 
-    def _plan(self, forward: Graph, backward: Graph, params: Mapping[int, GraphParameter]) -> None:
-        """Assign the collectives of both graphs to the buckets of their plan."""
+    def _plan_by_rule(
+        self, forward: GraphModule, backward: GraphModule, params: Mapping[int, GraphParameter]
+    ) -> Callable[[Sequence[CostGraph]], BucketPlan] | None:
+        """Return what makes the plan for the cost graphs of a step, if a rule says it; ``None`` for other requests."""
+        request = self.given.request
+        if not isinstance(request, GroupingRequest):
+            return None
+        step = self._step_to_plan(forward.graph, backward.graph, params)
+        return lambda costs: plan_step(request, replace(step, cost_graphs=costs), None).plan
+
+    def _step_to_plan(
+        self, forward: Graph, backward: Graph, params: Mapping[int, GraphParameter], costs: Sequence[CostGraph] = ()
+    ) -> StepToPlan:
         items = graph_items(backward)[1]
         has_all_reduce = frozenset(c.fqns[0] for c in reductions(backward) if c.all_reduce_after or c.two_steps)
         uses = GraphUses(first_uses(graph_items(forward)[1]), first_uses(items), last_gradients(items), has_all_reduce)
-        before = len(uses.forward) + len(uses.backward) + len(uses.reductions)
-        if self.given.request is None:
-            self.notes.summaries.append(f"plan none: {before} collectives")
-            return
         unsharded = {param.fqn for param in params.values() if param.reshard is False}
-        step = StepToPlan(
-            self.cost_graphs(forward, backward),
+        return StepToPlan(
+            costs,
             uses,
             self.given.parameters,
             self.given.buckets,
@@ -275,6 +295,16 @@ class Passes:
             frozenset(param.fqn for param in params.values()),
             self.given.wire,
         )
+
+    def _plan(self, forward: Graph, backward: Graph, params: Mapping[int, GraphParameter]) -> None:
+        """Assign the collectives of both graphs to the buckets of their plan."""
+        step = self._step_to_plan(forward, backward, params)
+        uses = step.uses
+        before = len(uses.forward) + len(uses.backward) + len(uses.reductions)
+        if self.given.request is None:
+            self.notes.summaries.append(f"plan none: {before} collectives")
+            return
+        step = replace(step, cost_graphs=self.cost_graphs(forward, backward))
         plan, costs, replayed, prediction = plan_step(
             self.given.request, step, self.given.profile, narrows=self.given.narrows
         )

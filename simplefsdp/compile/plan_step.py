@@ -2,16 +2,15 @@
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from inductor_passes.collectives import GraphParameter
 from inductor_passes.scheduling.bucket_form import with_cheapest_forms
-from inductor_passes.scheduling.cost_graph import CostGraph, Gather, Reduction
+from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.deviations import DEVIATIONS
-from inductor_passes.scheduling.issue_points import block_of, buckets_of, schedule_of
+from inductor_passes.scheduling.issue_points import buckets_of, schedule_of
 from inductor_passes.scheduling.keep_unsharded import choose_unsharded
 from inductor_passes.scheduling.narrow import choose_narrowed, narrowed
 from inductor_passes.scheduling.replay import Timeline
@@ -33,12 +32,6 @@ _OF_DEVICE = 92
 """Percent of a device's memory that is planned with: the rest is for its context and for fragmentation."""
 _TIME_TOLERANCE_ON_GPU = 0.03
 """``time_tolerance`` on a GPU, where steps were predicted up to 22 % too short (docs/benchmarks.md, "One GPU")."""
-_BLOCKS_UNDER_WAY = 4
-"""Number of blocks for whose communication there must be memory beside a gradient that its matmul casts.
-
-Llama 3 8B on 64 H100s, 2048 tokens a rank, took 228, 211, 213 and 212 ms within 13.9 GiB with 2, 3, 4 and 6 blocks, and
-209, 207 and 207 ms within 14.6 GiB with 3, 4 and 6 (simulated on a null GPU).
-"""
 PLANNED_PERCENT = 97
 """Percent of a memory budget that a peak is predicted to have at most: measured, it may be a little higher."""
 
@@ -245,42 +238,6 @@ def time_tolerance(request: SearchRequest) -> float:
     if request.budget is not None:
         return 0.0
     return TIME_TOLERANCE if request.device_bytes is None else _TIME_TOLERANCE_ON_GPU
-
-
-def worth_casting_in_matmuls(graph: CostGraph, limit: float, *, narrows: bool = False) -> frozenset[str]:
-    """Return the FQNs of the gradients whose cast is worth moving into the matmul, and for which there is memory.
-
-    A gradient that its matmul casts takes twice as much from there on until its reduction is issued. So the peak of
-    compute may not grow by it, and beside it there must be room for what several blocks gather and reduce: where memory
-    is short, a plan can hide more communication with gradients that are cast when they are reduced.
-
-    Args:
-        graph: a backward graph in which gradients are cast behind their matmuls.
-        limit: bytes that the graphs may need.
-        narrows: whether the plan leaves most gradients that have a wire format as they are.
-    """
-    highest = min(limit - _BLOCKS_UNDER_WAY * most_bytes_of_a_block(graph), max(graph.live_bytes_in_step, default=0))
-
-    def is_worth_it(reduction: Reduction) -> bool:
-        kind = (reduction.kind.plain if narrows else None) or reduction.kind
-        return kind.member_s is not None and kind.member_s < reduction.nbytes * kind.copy_s_per_byte
-
-    def fits(reduction: Reduction) -> bool:
-        first = reduction.ready_slot - 1 - reduction.waiting_steps
-        in_use = max(graph.live_bytes_in_step[first : reduction.ready_slot])
-        return in_use + reduction.nbytes - reduction.gradient_bytes <= highest
-
-    return frozenset(r.fqn for r in graph.reductions if r.ready_slot > 0 and is_worth_it(r) and fits(r))
-
-
-def most_bytes_of_a_block(graph: CostGraph) -> int:
-    """Return the most bytes that a repeated block has in gathered weights and reductions; 0 if there is no block."""
-    by_block: Counter[str] = Counter()
-    members: list[Gather | Reduction] = [*graph.gathers, *graph.reductions]
-    for each in members:
-        if (block := block_of(each.fqn)) is not None:
-            by_block[block] += each.nbytes
-    return max(by_block.values(), default=0)
 
 
 def memory_limit(request: object, resident: int) -> float:

@@ -370,14 +370,14 @@ class _Clock:
         self.unknown[what.name[:90]] += 1
         return "unknown", UNKNOWN_KERNEL_S
 
-    def next_bytes(self, i: int, operation: str) -> int:
-        """Return the bytes of the whole tensors of the next collective of a kind, or of its group."""
+    def next_bytes(self, i: int, operation: str) -> list[int]:
+        """Return the bytes of the whole tensors of the next collective of a kind, or of all that are in its group."""
         at, calls = self._of[operation]
         place = bisect_left(at, i)
         if place == len(at):
-            return 0
+            return [0]
         first = calls[place]
-        return sum(c.nbytes for c in calls[place:] if c is first or (c.group and c.group == first.group))
+        return [c.nbytes for c in calls[place:] if c is first or (c.group and c.group == first.group)]
 
     def attention(self, widths: int) -> float:
         """Return the seconds of attention with ``widths`` products of all queries and keys (cost_model.py)."""
@@ -409,7 +409,7 @@ _KERNELS: Sequence[tuple[str, str, Callable[[_Clock, int], float]]] = (
     ("optimizer", "fused_adam", lambda clock, _: clock.moved(28 * clock.sizes.local_parameters / clock._updates)),
     ("copy out", "split_with_sizes_copy", lambda clock, _: clock.copy(clock.awaited_bytes, 2)),
     ("copy out", "CatArray", lambda clock, _: clock.copy(clock.awaited_bytes, 2)),
-    ("copy in", "chunk_cat", lambda clock, i: clock.copy(clock.next_bytes(i, "reduce_scatter"), 1.5)),
+    ("copy in", "chunk_cat", lambda clock, i: clock.copy(clock.next_bytes(i, "reduce_scatter")[-1], 1.5)),
     ("copy in", "multi_tensor_apply", lambda clock, i: clock.copy(_shards(clock, i), 3)),
     ("norm", "layer_norm_grad_input", _per_token(lambda sizes: sizes.dim, 6)),
     ("norm", "GammaBeta", _per_token(lambda sizes: sizes.dim, 4)),
@@ -425,7 +425,9 @@ _KERNELS: Sequence[tuple[str, str, Callable[[_Clock, int], float]]] = (
     ("embedding", "vectorized_gather", _per_token(lambda sizes: sizes.dim, 6)),
     ("reduce", "reduce_kernel", _per_token(lambda sizes: sizes.dim, 4)),
 )
-"""For kernels of torch's, by part of their name: what they do and how their seconds follow from sizes."""
+"""For kernels of torch's, by part of their name: what they do and how their seconds follow from sizes.
+
+In a group of reductions only the last may be of packed gradients (``inductor_passes/bucket.py``)."""
 
 
 def _shards(clock: _Clock, i: int) -> float:
@@ -434,7 +436,7 @@ def _shards(clock: _Clock, i: int) -> float:
     place = bisect_left(at, i)
     if place == len(at):
         return 0.0
-    return clock.next_bytes(i, "all_gather") / calls[place].ranks / clock._copies[at[place]]
+    return sum(clock.next_bytes(i, "all_gather")) / calls[place].ranks / clock._copies[at[place]]
 
 
 def _copies_before_gathers(events: Sequence[Event]) -> Counter[int]:

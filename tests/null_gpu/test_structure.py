@@ -313,7 +313,7 @@ def test_matmuls_cast_gradients_where_their_buckets_are_grouped(step: Step) -> N
         matmuls = {fqn for fqn, shape in step.shapes.items() if len(shape) == 2 and "embeddings" not in fqn}
         small = {fqn for fqn, shape in step.shapes.items() if math.prod(shape) <= 2**20}
         assert step.cast_in_matmuls <= matmuls
-        if "memory_budget" in step.case.options:  # that has room for some of them
+        if "memory_budget" in step.case.options or step.name == "checkpointing":  # there is room for some of them
             assert 0 < len(step.cast_in_matmuls) < len(matmuls - small)
             return
         # The output's gradient is made beside the logits, at the peak.

@@ -3,10 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.fx import Graph, GraphModule
 
 from inductor_passes.collectives import BUCKET, FQNS
-from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
 from inductor_passes.scheduling.deviations import DEVIATIONS
 from inductor_passes.scheduling.issue_points import Schedule, schedule_of
 from inductor_passes.scheduling.search import greedy_schedule
@@ -25,12 +21,9 @@ from inductor_passes.scheduling.search_step import search_step
 from simplefsdp import BucketPlan, WireFormat, manual_plan, simple_fsdp
 from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import parse_options
-from simplefsdp.compile.passes import Passes
 from simplefsdp.compile.plan_step import (
     SearchRequest,
-    most_bytes_of_a_block,
     time_tolerance,
-    worth_casting_in_matmuls,
 )
 from simplefsdp.frontend.sharding import Reshard
 from simplefsdp.hardware.profile import Link, device_memory_bytes, flat, save
@@ -435,69 +428,3 @@ def test_more_time_is_given_up_for_memory_where_it_is_predicted_less_exactly_and
     on_gpu = replace(on_cpu, device_bytes=80 << 30)
     within = replace(on_gpu, budget=40 << 30)
     assert time_tolerance(within) == 0.0 < time_tolerance(on_cpu) < time_tolerance(on_gpu) < 0.05
-
-
-def test_a_block_has_the_bytes_of_its_gathers_and_reductions_and_what_is_in_no_block_does_not_count() -> None:
-    kind = CollectiveKind("shard", alpha_s=0.0, s_per_byte=1.0)
-    gathers = tuple(
-        Gather(fqn, kind, nbytes, 0, 0)
-        for fqn, nbytes in (("embedding", 1000), ("layers.0.up", 1), ("layers.1.up", 10), ("layers.1.down", 20))
-    )
-    graph = CostGraph((1.0,), (0,), (0, 0), gathers, (Reduction("layers.1.up", kind, 40, 1),))
-    assert most_bytes_of_a_block(graph) == 10 + 20 + 40
-    assert most_bytes_of_a_block(graph._replace(gathers=gathers[:1], reductions=())) == 0
-
-
-def test_a_matmul_casts_a_gradient_where_that_is_faster_and_raises_no_peak() -> None:
-    """Three gradients of 10 bytes, 20 once cast; 100 bytes are in use where the second is made, 90 elsewhere."""
-    kind = CollectiveKind("shard", 0.0, 0.0, copy_s_per_byte=1.0, member_s=19.0)
-    gradients = tuple(
-        Reduction(f"layers.{i}.w", kind, 20, slot, copied_from=10, waiting_steps=waiting)
-        for i, (slot, waiting) in enumerate(((1, 0), (4, 1), (5, 0)))
-    )
-    graph = CostGraph((1.0,) * 5, (90, 90, 100, 90, 90), (0,) * 6, (), gradients)
-    block = 4 * 20  # what four blocks reduce
-    assert worth_casting_in_matmuls(graph, 1000) == {"layers.0.w", "layers.2.w"}
-    assert worth_casting_in_matmuls(graph, 100 + block) == {"layers.0.w", "layers.2.w"}
-    assert not worth_casting_in_matmuls(graph, 99 + block)
-    assert not worth_casting_in_matmuls(with_kind(graph, kind._replace(member_s=20.0)), 1000)
-    assert not worth_casting_in_matmuls(with_kind(graph, kind._replace(member_s=None)), 1000)
-    encoded = with_kind(graph, kind._replace(member_s=None, plain=kind))
-    assert not worth_casting_in_matmuls(encoded, 1000)
-    assert worth_casting_in_matmuls(encoded, 1000, narrows=True) == {"layers.0.w", "layers.2.w"}
-
-
-def with_kind(graph: CostGraph, kind: CollectiveKind) -> CostGraph:
-    return graph._replace(reductions=tuple(reduction._replace(kind=kind) for reduction in graph.reductions))
-
-
-@pytest.mark.compile
-@pytest.mark.usefixtures("one_of_four")
-@pytest.mark.parametrize(("seconds", "cast"), [((1.0, 2.0), {"a"}), ((2.0, 1.0), {"a", "b"})])
-def test_where_memory_may_be_short_for_gradients_that_matmuls_cast_both_ways_are_planned(
-    seconds: tuple[float, float], cast: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Graphs are tried as copies, each with its gradients cast, and the faster way is carried out."""
-    module = GraphModule({}, Graph())
-    graph = module.graph
-    carried_out: list[tuple[Graph, frozenset[str]]] = []
-
-    def worth(_: CostGraph, limit: float, **__: bool) -> frozenset[str]:
-        return frozenset("a" if limit < math.inf else "ab")
-
-    def cast_in_matmuls(graph: Graph, is_allowed: Callable[[Any], bool]) -> None:
-        found = frozenset(fqn for fqn in "abc" if is_allowed(SimpleNamespace(fqns=(fqn,))))
-        carried_out.append((graph, found))
-
-    times = iter(seconds)
-    for name, changed in (("worth_casting_in_matmuls", worth), ("cast_in_matmuls", cast_in_matmuls)):
-        monkeypatch.setattr(f"simplefsdp.compile.passes.{name}", changed)
-    monkeypatch.setattr("simplefsdp.compile.passes.quick_seconds", lambda *_: next(times))
-    monkeypatch.setattr(Passes, "cost_graphs", lambda *_: [None, None])
-    passes = Passes(compilation_context([], parse_options({"profile": PROFILE})))
-    passes.cast_in_matmuls(graph, graph, 100.0)
-    assert [found for _, found in carried_out] == [{"a"}, {"a", "b"}, cast]
-    assert [tried is graph for tried, _ in carried_out] == [False, False, True]
-    carried_out.clear()
-    passes.cast_in_matmuls(graph, graph, math.inf)
-    assert carried_out == [(module.graph, {"a", "b"})]

@@ -140,6 +140,9 @@ def test_bytes_that_are_copied_are_those_of_the_members_of_buckets() -> None:
     assert simulated(*out, kernel("CatArrayBatchedCopy")).copied_bytes == 2 * 8_000_000
     assert simulated(kernel("multi_tensor_apply"), gather()).copied_bytes == 1_000_000
     assert simulated(kernel("chunk_cat"), gather()._replace(operation="reduce_scatter")).copied_bytes == 8_000_000
+    in_group = gather()._replace(operation="reduce_scatter", group=1)
+    packed = in_group._replace(elements=10)
+    assert simulated(kernel("chunk_cat"), in_group, packed, in_group._replace(group=2)).copied_bytes == packed.nbytes
     assert simulated(kernel("direct_copy_BFloat16", 1000), kernel("add_BFloat16", 1000)).copied_bytes == 2000
     assert simulated(TWO_MS, gather()).copied_bytes == 0
 
