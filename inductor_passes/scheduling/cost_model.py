@@ -338,6 +338,7 @@ def cost_graph_of(
     for reduction, priced in zip(reductions(graph), reduced, strict=True):
         if priced.is_made_in_step:
             made[priced.ready_slot - 1].append((place_of(storage_of(reduction.input)), priced.nbytes))
+    freed: list[list[tuple[int, int]]] = [[] for _ in steps]
     gathered: dict[str, Gather] = {}
     for gather in gathers(graph):
         (fqn,) = gather.fqns
@@ -361,9 +362,15 @@ def cost_graph_of(
             mixes_dtypes(gather),
             held,
         )
+    for weight in gathered.values():
+        if weight.last_use_slot < len(steps):
+            freed[weight.last_use_slot].append((last_read(weight.fqn) + 1, weight.nbytes))
     return CostGraph(
         tuple(sum(seconds[begin:end]) for begin, end in steps),
-        tuple(besides + _most_in_use(memory.during, *step, of_step) for step, of_step in zip(steps, made, strict=True)),
+        tuple(
+            besides + _most_in_use(memory.during, *step, *changes)
+            for step, *changes in zip(steps, made, freed, strict=True)
+        ),
         tuple(besides + memory.before[mark] for mark in marks),
         tuple(gathered[fqn] for fqn in sorted(at.first_use_slot, key=at.first_use_slot.__getitem__)),
         tuple(sorted(reduced, key=lambda reduction: reduction.ready_slot)),
@@ -385,16 +392,24 @@ def _large_weights(graph: Graph) -> list[str]:
     return [fqn for fqn, size in nbytes.items() if size > most]
 
 
-def _most_in_use(during: Sequence[int], begin: int, end: int, made: Iterable[tuple[int, int]]) -> int:
-    """Return the most bytes in use in the step from ``begin`` to ``end``, less those of gradients until they are made.
+def _most_in_use(
+    during: Sequence[int], begin: int, end: int, made: Iterable[tuple[int, int]], freed: Iterable[tuple[int, int]]
+) -> int:
+    """Return the most bytes in use in a step, from ``begin`` to ``end``, beside the gradients and weights of a replay.
+
+    A replay counts them in the whole step, so they are subtracted here until they are made and once they are freed.
 
     Args:
-        during: bytes in use while each compute node runs, without gradients that are made for reductions.
+        during: bytes in use while each compute node runs, without weights and gradients that are made for reductions.
         made: for each such gradient of the step the position of the compute node that makes it, and its bytes.
+        freed: for each weight that is last read in the step the position of the next compute node, and its bytes.
     """
     in_use = list(during[begin:end])
     for node, nbytes in made:
         for i in range(min(node, end) - begin):
+            in_use[i] -= nbytes
+    for node, nbytes in freed:
+        for i in range(node - begin, end - begin):
             in_use[i] -= nbytes
     return max(in_use)
 

@@ -8,8 +8,8 @@ and of the times where a device and its network deviate from their profile (``de
 2. *Arrange.* A gather is issued as late as keeps this gather and all later ones in time, a reduction when it is
    complete (``arrange.py``). Under a memory limit gathers leave more or less memory free, by bisection.
 3. *Improve.* These arrangements, the best of them arranged in several ways, and the schedules that the caller proposes
-   are replayed. From the best on, buckets are merged and split, issued and awaited a slot earlier or later, while one
-   such step or a few of them help.
+   are replayed. From the best ones on, buckets are merged and split, issued and awaited a slot earlier or later, while
+   one such step or a few of them help.
 4. *Choose.* Where deviations count, buckets are also arranged for a slow network, and all schedules are replayed with
    each deviation. From the one with the shortest mean on, steps are followed once more.
 
@@ -42,6 +42,11 @@ _MARGINS = (0.5, 2.0)
 """How much earlier than necessary a gather is issued, in parts of its time; tried besides as early as memory allows."""
 _STEPS = 5
 """Number of changes at once that are tried of the best schedule in the end."""
+_STARTS = 8
+"""Number of schedules of which small changes are tried, each with the same work: the best one need not become the best.
+
+Under a memory limit schedules of Llama 3 8B on 64 H100s that began 1 % behind the best ended 1 % before it.
+"""
 _PRUNED = 0.01
 """A change that costs more than this part of the predicted time is not replayed with deviations."""
 
@@ -55,13 +60,13 @@ class Effort(NamedTuple):
     """Numbers of even buckets that are tried; a bucket is also limited to such parts of the whole or of the budget."""
     best: int = 3
     """Number of sets of buckets that are arranged in all ways."""
-    work: int = 20_000
+    work: int = 60_000
     """Number of collectives that are replayed, about, to improve schedules."""
 
 
 THOROUGH = Effort()
 QUICK = Effort(speeds=(1.0,), parts=(16,), best=0, work=2_000)
-"""Effort for comparing graphs: a tenth of the time."""
+"""Effort for comparing graphs: a fraction of the time."""
 
 
 class ReplayedSchedule(NamedTuple):
@@ -306,12 +311,17 @@ _Rank = Callable[[ReplayedSchedule], tuple[float, float] | None]
 
 
 def _improve(tried: Tried, starts: Sequence[ReplayedSchedule], rank: _Rank, work: int) -> ReplayedSchedule:
-    """Return the best schedule that small changes make of ``starts``, of which the first ones get the most work."""
+    """Return the best schedule that small changes make of ``starts``: a few of each, and more of what is best then."""
     work = _replays(tried.graph, work)
-    best = starts[0]
-    for found in starts:
-        found, work = _descend(tried, found, rank, work, steps=2)
-        best = min(best, found, key=lambda found: rank(found) or (math.inf, math.inf))
+    distinct = [*{start.schedule: start for start in starts}.values()][:_STARTS]
+    share = work // (2 * len(distinct))
+    improved = []
+    for start in distinct:
+        found, left = _descend(tried, start, rank, share, steps=2)
+        improved.append(found)
+        work -= share - left
+    best = min(improved, key=lambda found: rank(found) or (math.inf, math.inf))
+    best, work = _descend(tried, best, rank, work, steps=2)
     return _descend(tried, best, rank, work, steps=_STEPS)[0]
 
 

@@ -16,6 +16,7 @@ from inductor_passes.cast_before_gather import cast_before_gather
 from inductor_passes.checkpoints import take_gathers_out
 from inductor_passes.collectives import GraphParameter, reductions
 from inductor_passes.compile_once import compile_once, render_bodies
+from inductor_passes.compute_again import compute_again
 from inductor_passes.fusion_order import put_fused_together
 from inductor_passes.identify import identify
 from inductor_passes.matmul_casts import cast_in_matmuls, cast_what_is_encoded
@@ -156,12 +157,14 @@ class Passes:
         tag(graph, params, saves_casts=self.given.casts_before_gathers)
 
     def _make_ready(self, graph: Graph) -> None:
-        """Where there is a plan, cast weights before they are gathered, and put what one kernel computes together."""
+        """Where there is a plan, cast weights before they are gathered, and settle what each kernel computes."""
         if self.given.request is None:
             return
         if self.given.casts_before_gathers:
             narrowed = cast_before_gather(graph)
             log.debug("%s, gathered as they are read: %s", direction_of(graph), narrowed)
+        again = compute_again(graph)
+        log.debug("%s, values that several kernels compute: %d", direction_of(graph), again)
         put_fused_together(graph)
 
     def order_and_record(self, graph: Graph, *, order: bool) -> None:

@@ -173,6 +173,8 @@ class Step:
     """Peak of torch's allocator in the step."""
     predicted_bytes: tuple[int, ...]
     """Predicted peak of each pair of graphs."""
+    batch_bytes: int
+    """Bytes of the batch, which is in memory in all of the step; no prediction counts them."""
     allocations: list[Any]
     """The allocator's own trace of the step."""
 
@@ -201,6 +203,7 @@ def run_step(name: str, folder: Path) -> Step:
                     loaded += [event for event in part if isinstance(event.what, Module)]
         with recorder.recording():
             inputs = _inputs(case, case.lengths[-1])
+            batch_bytes = sum(tensor.nbytes for tensor in {*inputs})
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.memory._record_memory_history(context=None)
             parts = _train(case, model, compiled, optimizer, inputs, recorder)
@@ -215,7 +218,7 @@ def run_step(name: str, folder: Path) -> Step:
     cast = frozenset(fqn for text in before for fqn in REDUCED_FROM_MATMUL.findall(text))
     codes = tuple(tuple(path.read_text() for path in sorted(graph.glob("*_code.py"))) for graph in graphs)
     peaks = tuple(prediction["peak_bytes"] for prediction in predictions)
-    return Step(name, case, *parts, tuple(plans), codes, shapes, cast, loaded, peak, peaks, trace)
+    return Step(name, case, *parts, tuple(plans), codes, shapes, cast, loaded, peak, peaks, batch_bytes, trace)
 
 
 def sharded(case: Case, config: llama.LlamaConfig = LLAMA) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given, settings
 
-from inductor_passes.scheduling import bucket_boundaries
+from inductor_passes.scheduling import bucket_boundaries, search
 from inductor_passes.scheduling.arrange import _GatherIssue
 from inductor_passes.scheduling.bucket_boundaries import Chains
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction
@@ -181,6 +181,17 @@ def transformer(layers: int, seconds: float, kind: CollectiveKind = NETWORK) -> 
         tuple(Gather(f"w{i}", kind, size, i, i) for i, size in enumerate(sizes)),
         tuple(Reduction(f"w{i}", kind._replace(name="r"), size, i + 1, size // 64) for i, size in enumerate(sizes)),
     )
+
+
+def test_a_schedule_that_is_not_the_best_at_first_may_become_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = transformer(8, 5e-3, NETWORK._replace(alpha_s=4e-3))
+    budget = least_memory_schedule(graph).peak + 2 * 120_010_000
+    found = search_schedule(graph, budget)
+    monkeypatch.setattr(search, "_STARTS", 1)
+    of_one = search_schedule(graph, budget)
+    assert found is not None
+    assert of_one is not None
+    assert found.seconds < 0.9 * of_one.seconds
 
 
 def test_where_every_collective_costs_much_they_are_merged() -> None:
