@@ -49,7 +49,7 @@ class _Kernels:
         self._of = fused_regions(graph)
         self._place = {node: i for i, node in enumerate(graph.nodes)}
         self._copies: dict[tuple[Node, Node], Node] = {}
-        """What stands for a value in a kernel that computes it again."""
+        """The node that stands for a value in a kernel that computes it again."""
 
     def may_compute_again(self, node: Node) -> bool:
         """Return whether several kernels, and nothing else, read a value that is pointwise and large."""
