@@ -10,7 +10,7 @@ the model's own, but coalesced ones, take their time where they are issued, as i
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -47,7 +47,7 @@ from inductor_passes.fusion import (
 from inductor_passes.ops.accumulate import ACCUMULATE, ADD_UP
 from inductor_passes.ops.offload import TO_DEVICE, TO_HOST
 from inductor_passes.scheduling.cost_graph import CollectiveKind, CostGraph, Gather, Reduction, joint_contention
-from inductor_passes.scheduling.memory import live_bytes
+from inductor_passes.scheduling.memory import live_bytes, most_in_use
 from inductor_passes.scheduling.order_items import compute_positions, graph_items
 from inductor_passes.torch_compat.aot_autograd import held_inputs
 from inductor_passes.torch_compat.distributed import group_ranks, issues_groups
@@ -368,7 +368,7 @@ def cost_graph_of(
     return CostGraph(
         tuple(sum(seconds[begin:end]) for begin, end in steps),
         tuple(
-            besides + _most_in_use(memory.during, *step, *changes)
+            besides + most_in_use(memory.during, *step, *changes)
             for step, *changes in zip(steps, made, freed, strict=True)
         ),
         tuple(besides + memory.before[mark] for mark in marks),
@@ -390,28 +390,6 @@ def _large_weights(graph: Graph) -> list[str]:
     nbytes = {gather.fqns[0]: _nbytes(gather.node) for gather in gathers(graph)}
     most = _LARGE_WEIGHT * statistics.median(nbytes.values()) if nbytes else 0
     return [fqn for fqn, size in nbytes.items() if size > most]
-
-
-def _most_in_use(
-    during: Sequence[int], begin: int, end: int, made: Iterable[tuple[int, int]], freed: Iterable[tuple[int, int]]
-) -> int:
-    """Return the most bytes in use in a step, from ``begin`` to ``end``, beside the gradients and weights of a replay.
-
-    A replay counts them in the whole step, so they are subtracted here until they are made and once they are freed.
-
-    Args:
-        during: bytes in use while each compute node runs, without weights and gradients that are made for reductions.
-        made: for each such gradient of the step the position of the compute node that makes it, and its bytes.
-        freed: for each weight that is last read in the step the position of the next compute node, and its bytes.
-    """
-    in_use = list(during[begin:end])
-    for node, nbytes in made:
-        for i in range(min(node, end) - begin):
-            in_use[i] -= nbytes
-    for node, nbytes in freed:
-        for i in range(node - begin, end - begin):
-            in_use[i] -= nbytes
-    return max(in_use)
 
 
 def accumulated_bytes(graph: Graph) -> int:

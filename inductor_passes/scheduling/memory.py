@@ -1,10 +1,15 @@
 """How many bytes a graph's compute holds, node by node: liveness of what its kernels store."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 from torch.fx import Node
+
+from inductor_passes.torch_compat.fx import size_hint
+
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 
 
 class LiveBytes(NamedTuple):
@@ -48,7 +53,43 @@ def live_bytes(
         last[count if outlives else max(made, read)] += nbytes
     born = list(accumulate(changes))
     died = list(accumulate(last, initial=0))
-    during = [born[i] - died[i] for i in range(count)]
+    during = [born[i] - died[i] + temporary_bytes(node) for i, node in enumerate(compute)]
     placeholders = sum(nbytes for node, nbytes in stored.items() if node.op == "placeholder")
     before = [placeholders, *(born[i] - died[i + 1] for i in range(count))]
     return LiveBytes(during, before)
+
+
+def most_in_use(
+    during: Sequence[int], begin: int, end: int, made: Iterable[tuple[int, int]], freed: Iterable[tuple[int, int]]
+) -> int:
+    """Return the most bytes in use in a step, from ``begin`` to ``end``, beside the gradients and weights of a replay.
+
+    A replay counts them in the whole step, so they are subtracted here until they are made and once they are freed.
+
+    Args:
+        during: bytes in use while each compute node runs, without weights and gradients that are made for reductions.
+        made: for each such gradient of the step the position of the compute node that makes it, and its bytes.
+        freed: for each weight that is last read in the step the position of the next compute node, and its bytes.
+    """
+    in_use = list(during[begin:end])
+    for node, nbytes in made:
+        for i in range(min(node, end) - begin):
+            in_use[i] -= nbytes
+    for node, nbytes in freed:
+        for i in range(node - begin, end - begin):
+            in_use[i] -= nbytes
+    return max(in_use)
+
+
+def temporary_bytes(node: Node) -> int:
+    """Return how many bytes an operator takes besides its results while it runs.
+
+    Flash attention's backward on a GPU sums up the gradient of queries in float32, and makes gradients of keys and
+    values for each head of the queries where these share them (``mha_bwd`` in torch's ``flash_api.cpp``).
+    """
+    if node.target is not _FLASH_BACKWARD:
+        return 0
+    query, key = (node.args[i].meta["val"] for i in (1, 2))  # type: ignore[union-attr]
+    values = size_hint(query.numel())
+    expanded = 2 * values * query.element_size() if query.shape[1] != key.shape[1] else 0
+    return 4 * values + expanded
