@@ -1,4 +1,4 @@
-"""What operators take besides their results."""
+"""Memory of operators besides their results."""
 
 import pytest
 import torch
