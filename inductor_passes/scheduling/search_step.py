@@ -21,6 +21,8 @@ from inductor_passes.scheduling.search import (
     search_schedule,
 )
 
+WORTH_MORE_MEMORY = 0.02
+"""The part of a step's time that more memory than ``modest_peak`` must save."""
 _BISECTIONS = 5
 """Number of memory limits that are tried between the least that the step needs and the peak of the fastest one."""
 
@@ -34,6 +36,7 @@ def search_step(
     proposals: Sequence[Sequence[Schedule]] = (),
     *,
     tolerance: float = 0.0,
+    modest_peak: float = math.inf,
     deviations: Sequence[Deviation] = (),
 ) -> Found | None:
     """Return the fastest schedules with a peak of at most ``budget`` bytes each; ``None`` if a graph has none.
@@ -44,6 +47,8 @@ def search_step(
     Args:
         proposals: a schedule for each graph, of each proposal.
         tolerance: the part of the time of the step that may be given up for a lower peak.
+        modest_peak: bytes that the peak exceeds only where that is worth ``WORTH_MORE_MEMORY`` of the time besides; of
+            no account without ``tolerance``.
         deviations: what counts beside the prediction.
     """
     tried = [Tried(graph) for graph in graphs]
@@ -56,6 +61,10 @@ def search_step(
     allowed = [each for each in proposed if _peak(each) <= budget]
     longest = min([_seconds(fastest) * (1 + tolerance), *map(_seconds, allowed)])
     found = fastest
+    if _peak(found) > modest_peak:
+        modest = _within(tried, modest_peak, proposals, THOROUGH)
+        if modest is not None and _seconds(modest) <= longest * (1 + WORTH_MORE_MEMORY):
+            found, longest = modest, max(longest, _seconds(modest))
     least = max(least_memory_schedule(graph).peak for graph in graphs)
     for _ in range(_BISECTIONS):
         limit = (least + _peak(found)) / 2

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from inductor_passes.collectives import BUCKET, FQNS
 from inductor_passes.scheduling.deviations import DEVIATIONS
 from inductor_passes.scheduling.issue_points import Schedule, schedule_of
+from inductor_passes.scheduling.replay import replay
 from inductor_passes.scheduling.search import greedy_schedule
 from inductor_passes.scheduling.search_step import search_step
 from simplefsdp import BucketPlan, WireFormat, manual_plan, simple_fsdp
@@ -136,18 +137,24 @@ def test_a_budget_that_cannot_be_met_says_what_can(tmp_path: Path) -> None:
 def test_auto_knows_of_block_and_greedy_and_gives_time_for_memory_without_a_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[Any, list[list[Schedule]], float]] = []
+    told: list[tuple[Any, list[list[Schedule]], dict[str, Any]]] = []
 
-    def spy(graphs: Any, memory_limit: float, proposals: Any, *, tolerance: float, **given: Any) -> Any:
-        told.append((graphs, proposals, tolerance))
-        assert given == {"deviations": DEVIATIONS}
-        return search_step(graphs, memory_limit, proposals, tolerance=tolerance, **given)
+    def spy(graphs: Any, memory_limit: float, proposals: Any, **given: Any) -> Any:
+        told.append((graphs, proposals, given))
+        return search_step(graphs, memory_limit, proposals, **given)
 
     monkeypatch.setattr("simplefsdp.compile.plan_step.search_step", spy)
     block = planned(tmp_path / "block", "block")
     planned(tmp_path / "free")
     planned(tmp_path / "budget", memory_budget="1GiB")
-    assert [tolerance for *_, tolerance in told] == [0.005, 0.0]
+    monkeypatch.setattr("simplefsdp.compile.options.device_memory_bytes", lambda _device: 1 << 60)
+    planned(tmp_path / "on a GPU")
+    graphs, (of_block, _), _ = told[-1]
+    peak = max(replay(graph, schedule).peak for graph, schedule in zip(graphs, of_block, strict=True))
+    assert [given for *_, given in told] == [
+        {"tolerance": tolerance, "modest_peak": modest_peak, "deviations": DEVIATIONS}
+        for tolerance, modest_peak in ((0.005, math.inf), (0.0, math.inf), (0.03, peak))
+    ]
     for graphs, proposals, _ in told:
         gathers = zip(graphs, (block.forward, block.backward), strict=True)
         assert proposals[0] == [schedule_of(graph, own, block.reductions) for graph, own in gathers]
