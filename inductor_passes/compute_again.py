@@ -2,9 +2,9 @@
 
 ::
 
-    kernel 1: silu(x) * y            kernel 2: silu(x) * error           silu(x) is stored by kernel 1, x is not needed
+    kernel 1: s = silu(x), s * y     kernel 2: s * error          s is in memory from one to the other
     ==>
-    kernel 1: silu(x) * y            kernel 2: silu(x) * error           x is kept
+    kernel 1: silu(x) * y            kernel 2: silu(x) * error    x is
 
 TorchInductor does so within one graph, where it stores what its own rules say (``should_realize_on_reuse`` in
 ``torch/_inductor/ir.py``). A body (``compile_once.py``) that ends between both kernels would store ``silu(x)``, and
@@ -81,7 +81,9 @@ class _Kernels:
         sources = {source: None for each in computed for source in each.all_input_nodes if source not in inside}
         stored = dict.fromkeys(map(storage_of, sources))
         longer = [source for source in stored if not self._is_read_from(source, first)]
-        return not any(map(_is_changed_or_received, longer)) and _nbytes(longer) < _nbytes([node])
+        if any(map(_is_changed, stored)) or any(map(communicates, longer)):  # a plan frees what was gathered
+            return False
+        return _nbytes(longer) < _nbytes([node])
 
     def _computed_for(self, node: Node, kernel: Node) -> dict[Node, None] | None:
         """Return what ``kernel`` has to compute for a value of another one, in order; ``None``: it cannot."""
@@ -125,11 +127,14 @@ def _is_cheap(node: Node) -> bool:
     return pointwise and all(value.device.type == _DEVICE for value in tensors_of(node))
 
 
-def _is_changed_or_received(source: Node) -> bool:
-    """Return whether a value is written to later, or a collective has it, whose memory is part of a plan."""
-    users = [source, *source.users]
-    changed = any(isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable for user in users)
-    return changed or communicates(source)
+def _is_changed(value: Node) -> bool:
+    """Return whether something writes to a value, or to a view of it."""
+    return any(
+        _is_changed(user)
+        if is_view(user)
+        else isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable
+        for user in value.users
+    )
 
 
 def _nbytes(nodes: Iterable[Node]) -> int:

@@ -111,6 +111,13 @@ def written_to(graph: Graph, product: Node) -> Node:
     return value
 
 
+def written_to_by_a_view(graph: Graph, product: Node) -> Node:
+    value = cast(graph, product)
+    view = call(graph, aten.view.default, product, [-1])
+    graph.call_function(aten.zero_.default, (view,)).meta["val"] = view.meta["val"]
+    return value
+
+
 def many_operators(count: int) -> Callable[[Graph, Node], Node]:
     def value_of(graph: Graph, product: Node) -> Node:
         value = cast(graph, product)
@@ -132,6 +139,7 @@ def many_operators(count: int) -> Callable[[Graph, Node], Node]:
         (of_a_sum, 0),
         (of_a_weight, 0),  # a plan says how long a weight is in memory
         (written_to, 0),
+        (written_to_by_a_view, 0),
         (many_operators(30), 1),
         (many_operators(31), 0),
     ],
