@@ -45,8 +45,7 @@ def worth_casting_in_matmuls(graph: CostGraph, limit: float, *, narrows: bool = 
 def casts_that_raise_no_peak(
     fqns: frozenset[str],
     plan_of: Callable[[Sequence[CostGraph]], BucketPlan],
-    costs: Sequence[CostGraph],
-    costs_with: Callable[[Collection[str]], Sequence[CostGraph]],
+    costs_with: Callable[[frozenset[str]], Sequence[CostGraph]],
 ) -> frozenset[str]:
     """Return as many of ``fqns`` as matmuls can cast without a higher peak of a plan that a rule makes.
 
@@ -56,10 +55,10 @@ def casts_that_raise_no_peak(
     Args:
         fqns: FQNs of gradients.
         plan_of: returns the plan for a forward and a backward graph.
-        costs: both graphs, in which no matmul casts.
         costs_with: returns both graphs, in which matmuls cast the gradients of these FQNs.
     """
-    highest = max(timeline.peak for timeline in timelines(plan_of(costs), costs))
+    without = costs_with(frozenset())
+    highest = max(timeline.peak for timeline in timelines(plan_of(without), without))
     while fqns:
         graphs = costs_with(fqns)
         plan = plan_of(graphs)

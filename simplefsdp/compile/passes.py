@@ -136,11 +136,12 @@ class Passes:
         undecided = any(param.reshard is None for param in self.given.params.values())
         graphs, params = self._choose_unsharded(joint, inputs, **kwargs) if undecided else (None, self.given.params)
         forward, backward = graphs or self.partition(joint, inputs, **kwargs)
-        request = self.given.request
+        request, costs = self.given.request, None
         if self.given.cast_in_matmuls and request is not None and self.given.profile is not None:
             limit = memory_limit(request, self.given.state.resident_bytes)
-            self.cast_in_matmuls(forward.graph, backward.graph, limit, self._plan_by_rule(forward, backward, params))
-        self._plan(forward.graph, backward.graph, params)
+            by_rule = self._plan_by_rule(forward, backward, params)
+            costs = self.cast_in_matmuls(forward.graph, backward.graph, limit, by_rule)
+        self._plan(forward.graph, backward.graph, params, costs)
         for module in (forward, backward):
             self._bucket(module.graph)
             module.recompile()
@@ -210,12 +211,13 @@ class Passes:
 
     def cost_graphs(self, forward: Graph, backward: Graph) -> list[CostGraph]:
         """Return both graphs as their schedule sees them; none without a profile."""
-        if self.given.profile is None:
-            return []
+        return [self._cost_graph(graph, forward, backward) for graph in (forward, backward) if self.given.profile]
+
+    def _cost_graph(self, graph: Graph, forward: Graph, backward: Graph) -> CostGraph:
+        assert self.given.profile is not None
         inputs = {node.name for node in forward.find_nodes(op="placeholder")}
-        profile, equivalent = self.given.profile, self.given.equivalent_groups
-        besides = accumulated_bytes(backward)
-        return [cost_graph_of(graph, profile, inputs, equivalent, besides) for graph in (forward, backward)]
+        equivalent, besides = self.given.equivalent_groups, accumulated_bytes(backward)
+        return cost_graph_of(graph, self.given.profile, inputs, equivalent, besides)
 
     def _choose_unsharded(
         self, joint: GraphModule, inputs: Any, **kwargs: Any
@@ -242,7 +244,7 @@ class Passes:
         backward: Graph,
         limit: float,
         plan_by_rule: Callable[[Sequence[CostGraph]], BucketPlan] | None = None,
-    ) -> None:
+    ) -> list[CostGraph] | None:
         """Let matmuls cast gradients where that saves more than it costs, and where there is memory for it.
 
         Where it is not clear whether there is, both ways are planned, quickly.
@@ -250,26 +252,33 @@ class Passes:
         Args:
             limit: bytes that the graphs may need.
             plan_by_rule: returns the plan of these graphs, whose peak may not grow; ``None``: a plan is searched later.
+
+        Returns:
+            Both graphs as their schedule sees them then, if that was found out on the way.
         """
         costs = self.cost_graphs(forward, backward)
         fqns, every = (
             worth_casting_in_matmuls(costs[1], most, narrows=self.given.narrows) for most in (limit, math.inf)
         )
+        found = {frozenset[str](): costs}
 
         def cast(graph: Graph, fqns: Collection[str]) -> None:
             cast_in_matmuls(graph, lambda reduction: reduction.fqns[0] in fqns)
 
-        def costs_with(fqns: Collection[str]) -> list[CostGraph]:
-            assert backward.owning_module is not None
-            copied = GraphModule(backward.owning_module, copy.deepcopy(backward)).graph
-            cast(copied, fqns)
-            return self.cost_graphs(forward, copied)
+        def costs_with(fqns: frozenset[str]) -> list[CostGraph]:
+            if fqns not in found:
+                assert backward.owning_module is not None
+                copied = GraphModule(backward.owning_module, copy.deepcopy(backward)).graph
+                cast(copied, fqns)
+                found[fqns] = [costs[0], self._cost_graph(copied, forward, copied)]
+            return found[fqns]
 
         if plan_by_rule is not None:
-            fqns = casts_that_raise_no_peak(every, plan_by_rule, costs, costs_with)
+            fqns = casts_that_raise_no_peak(every, plan_by_rule, costs_with)
         elif fqns != every:
             fqns = min((fqns, every), key=lambda fqns: quick_seconds(costs_with(fqns), limit, DEVIATIONS))
         cast(backward, fqns)
+        return found.get(fqns)
 
     def _plan_by_rule(
         self, forward: GraphModule, backward: GraphModule, params: Mapping[int, GraphParameter]
@@ -299,25 +308,35 @@ class Passes:
             self.given.wire,
         )
 
-    def _plan(self, forward: Graph, backward: Graph, params: Mapping[int, GraphParameter]) -> None:
-        """Assign the collectives of both graphs to the buckets of their plan."""
+    def _plan(
+        self,
+        forward: Graph,
+        backward: Graph,
+        params: Mapping[int, GraphParameter],
+        costs: Sequence[CostGraph] | None = None,
+    ) -> None:
+        """Assign the collectives of both graphs to the buckets of their plan.
+
+        Args:
+            costs: both graphs as their schedule sees them, if that is known.
+        """
         step = self._step_to_plan(forward, backward, params)
         uses = step.uses
         before = len(uses.forward) + len(uses.backward) + len(uses.reductions)
         if self.given.request is None:
             self.notes.summaries.append(f"plan none: {before} collectives")
             return
-        step = replace(step, cost_graphs=self.cost_graphs(forward, backward))
-        plan, costs, replayed, prediction = plan_step(
+        step = replace(step, cost_graphs=costs or self.cost_graphs(forward, backward))
+        plan, of_step, replayed, prediction = plan_step(
             self.given.request, step, self.given.profile, narrows=self.given.narrows
         )
         predicted = ""
-        if prediction is not None and costs is not None:
+        if prediction is not None and of_step is not None:
             trace_artifact("simplefsdp_prediction", prediction.to_json)
             self.notes.held_bytes = 0 if self.notes.is_inference else replayed[0].memory[-1]
             predicted = f", predicted to take {prediction}"
             log.debug("plan %s is predicted to take %s", plan.hash, prediction)
-            for name, text in prediction_files(prediction, costs, replayed).items() if self.given.report else ():
+            for name, text in prediction_files(prediction, of_step, replayed).items() if self.given.report else ():
                 self._dump_text(name, text)
         self.notes.summaries.append(f"plan {plan.hash}: {before} -> {plan.collectives(uses)} collectives{predicted}")
         trace_artifact("simplefsdp_plan", plan.to_json)

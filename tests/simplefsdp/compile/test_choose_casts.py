@@ -78,7 +78,8 @@ def test_where_memory_may_be_short_for_gradients_that_matmuls_cast_both_ways_are
     for name, changed in (("worth_casting_in_matmuls", worth), ("cast_in_matmuls", cast_in_matmuls)):
         monkeypatch.setattr(f"simplefsdp.compile.passes.{name}", changed)
     monkeypatch.setattr("simplefsdp.compile.passes.quick_seconds", lambda *_: next(times))
-    monkeypatch.setattr(Passes, "cost_graphs", lambda *_: [None, None])
+    for name, costs in (("cost_graphs", [None, None]), ("_cost_graph", None)):
+        monkeypatch.setattr(Passes, name, lambda *_, costs=costs: costs)
     passes = Passes(compilation_context([], parse_options({"profile": PROFILE})))
     passes.cast_in_matmuls(graph, graph, 100.0)
     assert [found for _, found in carried_out] == [{"a"}, {"a", "b"}, cast]
@@ -110,7 +111,7 @@ def test_matmuls_cast_as_many_gradients_as_raise_no_peak_of_a_plan_that_a_rule_m
         return [CostGraph((1.0,), (forward,), (0, 0), (), ()), CostGraph((1.0,) * 4, in_step, (0,) * 5, (), gradients)]
 
     kind = CollectiveKind("shard", 0.0, 0.0)
-    found = casts_that_raise_no_peak(frozenset("abc"), _reduced_at_the_end, casts_of(()), casts_of)
+    found = casts_that_raise_no_peak(frozenset("abc"), _reduced_at_the_end, casts_of)
     assert found == set(cast)
 
 
@@ -120,7 +121,7 @@ def test_where_memory_grows_before_any_gradient_is_cast_no_matmul_casts() -> Non
         backward = CostGraph((1.0, 1.0), (100 + len(fqns), 0), (0, 0, 0), (), (gradient,))
         return [CostGraph((1.0,), (0,), (0, 0), (), ()), backward]
 
-    assert casts_that_raise_no_peak(frozenset("a"), _reduced_at_the_end, casts_of(()), casts_of) == frozenset()
+    assert casts_that_raise_no_peak(frozenset("a"), _reduced_at_the_end, casts_of) == frozenset()
 
 
 def _reduced_at_the_end(graphs: Sequence[CostGraph]) -> BucketPlan:
