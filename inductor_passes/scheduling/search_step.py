@@ -47,8 +47,8 @@ def search_step(
     Args:
         proposals: a schedule for each graph, of each proposal.
         tolerance: the part of the time of the step that may be given up for a lower peak.
-        modest_peak: bytes that the peak exceeds only where that is worth ``WORTH_MORE_MEMORY`` of the time besides; of
-            no account without ``tolerance``.
+        modest_peak: bytes that the peak exceeds only where that saves ``WORTH_MORE_MEMORY`` of the time; of no account
+            without ``tolerance``.
         deviations: what counts beside the prediction.
     """
     tried = [Tried(graph) for graph in graphs]
@@ -61,10 +61,6 @@ def search_step(
     allowed = [each for each in proposed if _peak(each) <= budget]
     longest = min([_seconds(fastest) * (1 + tolerance), *map(_seconds, allowed)])
     found = fastest
-    if _peak(found) > modest_peak:
-        modest = _within(tried, modest_peak, proposals, THOROUGH)
-        if modest is not None and _seconds(modest) <= longest * (1 + WORTH_MORE_MEMORY):
-            found, longest = modest, max(longest, _seconds(modest))
     least = max(least_memory_schedule(graph).peak for graph in graphs)
     for _ in range(_BISECTIONS):
         limit = (least + _peak(found)) / 2
@@ -73,6 +69,10 @@ def search_step(
             found = within
         else:
             least = math.ceil(limit)
+    if _peak(found) > modest_peak:
+        modest = _within(tried, modest_peak, proposals, THOROUGH)
+        if modest is not None and _seconds(modest) <= (1 + WORTH_MORE_MEMORY) * _seconds(found):
+            found = modest
     if found is fastest and not deviations:
         return fastest
     proposals = [*proposals, [one.schedule for one in found]]

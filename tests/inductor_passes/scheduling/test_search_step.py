@@ -82,12 +82,12 @@ def test_no_time_is_given_up_where_another_graph_needs_the_memory_anyway() -> No
     assert alone[0].peak < found[0].peak
 
 
-@pytest.mark.parametrize(("gather_s", "peak"), [(0.08, 10), (0.12, 20)])
+@pytest.mark.parametrize(("gather_s", "peak"), [(0.04, 10), (0.06, 20)])
 def test_more_memory_than_a_modest_peak_must_save_time_besides(gather_s: float, peak: int) -> None:
-    """Gathered one ahead, only the first gather is exposed: 20 bytes save 3.3 % or 5 % of the time, of 12 s."""
+    """Gathered one ahead, only the first gather is exposed: 20 bytes save 1.7 % or 2.5 % of 12 s."""
     graph = gathers(2.0, 0, KIND._replace(s_per_byte=gather_s / 10))
     for modest_peak, least in ((9, 20), (10, peak), (19, peak), (20, 20)):
-        found = search_step([graph], tolerance=0.02, modest_peak=modest_peak)
+        found = search_step([graph], tolerance=0.005, modest_peak=modest_peak)
         assert found is not None
         assert found[0].peak == least
         assert found[0].predicted_s == pytest.approx(12 + gather_s * (6 if least == 10 else 1))
