@@ -69,12 +69,6 @@ def search_step(
             found = within
         else:
             least = math.ceil(limit)
-    if _peak(found) > modest_peak:
-        modest = _within(tried, modest_peak, proposals, THOROUGH)
-        if modest is not None and _seconds(modest) <= (1 + WORTH_MORE_MEMORY) * _seconds(found):
-            found = modest
-    if found is fastest and not deviations:
-        return fastest
     proposals = [*proposals, [one.schedule for one in found]]
     lean = _within(tried, _peak(found), proposals, THOROUGH, deviations)
     assert lean is not None
@@ -83,7 +77,14 @@ def search_step(
         for each in allowed
         if _mean(graphs, [one.schedule for one in each], deviations) * (1 + tolerance) < _seconds(lean)
     ]
-    return _within(tried, max(faster), proposals, THOROUGH, deviations) if faster else lean
+    if faster:
+        lean = _within(tried, max(faster), proposals, THOROUGH, deviations)
+        assert lean is not None
+    if _peak(lean) <= modest_peak:
+        return lean
+    modest = _within(tried, modest_peak, proposals, THOROUGH, deviations)
+    longest = (1 + WORTH_MORE_MEMORY) * _seconds(lean)
+    return modest if modest is not None and _seconds(modest) <= longest else lean
 
 
 def quick_seconds(graphs: Sequence[CostGraph], limit: float, deviations: Sequence[Deviation]) -> float:
