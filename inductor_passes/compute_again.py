@@ -12,14 +12,21 @@ often ``x`` in float32; and ``scheduling/cost_model.py`` counts as stored what o
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 
 import torch
 from torch.fx import Graph, Node
 
 from inductor_passes.collectives import CASTS
-from inductor_passes.fusion import communicates, fused_regions, is_view, storage_of, tensors_of
-from inductor_passes.torch_compat.fx import move_before, size_hint
+from inductor_passes.fusion import (
+    communicates,
+    fused_regions,
+    is_view,
+    nbytes_of,
+    storage_of,
+    tensors_of,
+    writes_to_inputs,
+)
+from inductor_passes.torch_compat.fx import move_before
 
 _DEVICE = "cuda"
 """Type of the device: on a CPU what is computed again takes longer than what is read, and TorchInductor stores it."""
@@ -53,7 +60,7 @@ class _Kernels:
 
     def may_compute_again(self, node: Node) -> bool:
         """Return whether several kernels, and nothing else, read a value that is pointwise and large."""
-        if node not in self._of or not _is_cheap(node) or _nbytes([node]) < _LEAST_BYTES:
+        if node not in self._of or not _is_cheap(node) or nbytes_of(node) < _LEAST_BYTES:
             return False
         return self._is_stored(node) and all(user in self._of for user in node.users)
 
@@ -63,16 +70,17 @@ class _Kernels:
         for user in node.users:
             if self._of[user] is not self._of[node]:
                 readers[self._of[user]].append(user)
-        if len(readers) > _MOST_KERNELS or not all(self._is_worth_it(node, users) for users in readers.values()):
+        first = {kernel: min(users, key=self._place.__getitem__) for kernel, users in readers.items()}
+        if len(first) > _MOST_KERNELS or not all(self._is_worth_it(node, reader) for reader in first.values()):
             return False
-        for users in readers.values():
-            copied = self._copy(node, min(users, key=self._place.__getitem__))
+        for kernel, users in readers.items():
+            copied = self._copy(node, first[kernel])
             for user in users:
                 user.replace_input_with(node, copied)
         return True
 
-    def _is_worth_it(self, node: Node, users: Sequence[Node]) -> bool:
-        first = min(users, key=self._place.__getitem__)
+    def _is_worth_it(self, node: Node, first: Node) -> bool:
+        """Return whether the kernel of ``first``, its first reader of a value, is to compute the value."""
         kernel = self._of[first]
         computed = self._computed_for(node, kernel)
         if computed is None or len(computed) > _MOST_OPERATORS:
@@ -83,7 +91,7 @@ class _Kernels:
         longer = [source for source in stored if not self._is_read_from(source, first)]
         if any(map(_is_changed, stored)) or any(map(communicates, longer)):  # a plan frees what was gathered
             return False
-        return _nbytes(longer) < _nbytes([node])
+        return sum(map(nbytes_of, longer)) < nbytes_of(node)
 
     def _computed_for(self, node: Node, kernel: Node) -> dict[Node, None] | None:
         """Return what ``kernel`` has to compute for a value of another one, in order; ``None``: it cannot."""
@@ -121,7 +129,7 @@ class _Kernels:
 
 def _is_cheap(node: Node) -> bool:
     """Return whether ``node`` is computed value by value on a GPU."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+    if not isinstance(node.target, torch._ops.OpOverload) or writes_to_inputs(node):
         return False
     pointwise = torch.Tag.pointwise in node.target.tags or node.target in CASTS
     return pointwise and all(value.device.type == _DEVICE for value in tensors_of(node))
@@ -129,13 +137,4 @@ def _is_cheap(node: Node) -> bool:
 
 def _is_changed(value: Node) -> bool:
     """Return whether something writes to a value, or to a view of it."""
-    return any(
-        _is_changed(user)
-        if is_view(user)
-        else isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable
-        for user in value.users
-    )
-
-
-def _nbytes(nodes: Iterable[Node]) -> int:
-    return sum(size_hint(value.numel()) * value.element_size() for node in nodes for value in tensors_of(node))
+    return any(_is_changed(user) if is_view(user) else writes_to_inputs(user) for user in value.users)

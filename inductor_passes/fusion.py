@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from inductor_passes.collectives import CASTS, FQNS, REDUCE_SCATTER, WAIT, Collective, before_cast_and_pad
 from inductor_passes.ops.accumulate import ACCUMULATE, ADD_UP
 from inductor_passes.ops.offload import TO_DEVICE
+from inductor_passes.torch_compat.fx import size_hint
 
 _aten = torch.ops.aten
 _ADDS = (_aten._unsafe_index_put.default, _aten._unsafe_masked_index_put_accumulate.default)
@@ -103,6 +104,15 @@ def sources_of(node: Node) -> list[Node]:
 
 def tensors_of(node: Node) -> list[Tensor]:
     return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+
+
+def nbytes_of(node: Node) -> int:
+    """Return the bytes of a node's value, as far as sizes are known."""
+    return sum(size_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_of(node))
+
+
+def writes_to_inputs(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def adds_rows(node: Node) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes.collectives import before_cast_and_pad, reductions
-from inductor_passes.fusion import fused_regions, is_view, own_collective, storage_of
+from inductor_passes.fusion import fused_regions, is_view, own_collective, storage_of, writes_to_inputs
 from inductor_passes.scheduling.order_items import compute_positions, graph_items
 
 
@@ -30,7 +30,8 @@ def put_fused_together(graph: Graph) -> None:
     comes later now follows it; all else keeps its order, and so do random numbers and the model's own collectives.
     Operators that write to their inputs, and what is behind the first of them, stay.
     """
-    every = [*takewhile(_moves, (node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")))]
+    computed = (node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr"))
+    every = [*takewhile(lambda node: not writes_to_inputs(node), computed)]
     if not every:
         return
     behind = every[-1].next
@@ -68,10 +69,6 @@ def _with_weights(ordered: Sequence[Node], gathered: dict[Node, None]) -> Iterat
         yield from needed(node)
         yield node
     yield from left
-
-
-def _moves(node: Node) -> bool:
-    return not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
 
 
 def _units(graph: Graph, nodes: Sequence[Node]) -> dict[Node, Node]:

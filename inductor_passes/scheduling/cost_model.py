@@ -38,6 +38,7 @@ from inductor_passes.fusion import (
     fused_regions,
     is_view,
     mixes_dtypes,
+    nbytes_of,
     own_collective,
     shard_before_cast_and_pad,
     sources_of,
@@ -125,13 +126,13 @@ def node_costs(graph: Graph, profile: DeviceProfile) -> NodeCosts:
             members.setdefault(regions[node], []).append(node)
         elif computes(node):
             seconds[node], contention[node] = _kernel(node, profile)
-            stored[node] = _nbytes(node)
+            stored[node] = nbytes_of(node)
         elif node.target is TO_DEVICE:
-            stored[node] = _nbytes(node)
+            stored[node] = nbytes_of(node)
         elif kind := own_collective(node):
-            nbytes = max(map(_nbytes, (node, node.all_input_nodes[0])))
+            nbytes = max(map(nbytes_of, (node, node.all_input_nodes[0])))
             seconds[node] = profile.collective_launch_s + profile.collective_s(kind, group_ranks(node.args[-1]), nbytes)
-            stored[node] = _nbytes(node)
+            stored[node] = nbytes_of(node)
     for nodes in members.values():
         inside = set(nodes)
         written = [node for node in nodes if any(user not in inside for user in _users(node))]
@@ -139,9 +140,9 @@ def node_costs(graph: Graph, profile: DeviceProfile) -> NodeCosts:
         not_read = inside.union(changed.values())
         read = {source: _read(node, source) for node in nodes for source in sources_of(node) if source not in not_read}
         filled = inside.intersection(changed.values())  # by a kernel of its own
-        stored |= {node: _nbytes(node) for node in (*written, *filled)}
+        stored |= {node: nbytes_of(node) for node in (*written, *filled)}
         moved = sum(read.values()) + sum(stored[node] for node in written if node not in changed)
-        moved += sum(2 * _nbytes(source) for node in changed for source in node.all_input_nodes[1:])
+        moved += sum(2 * nbytes_of(source) for node in changed for source in node.all_input_nodes[1:])
         moved += sum(stored[node] for node in filled)
         seconds[nodes[-1]] = profile.launch_s + profile.memory_s(moved)
         contention[nodes[-1]] = profile.contention_of()
@@ -159,7 +160,7 @@ def _changed_in_place(node: Node) -> Node | None:
 
 def _kernel(node: Node, profile: DeviceProfile) -> tuple[float, float]:
     """Return the seconds and the contention of a node that is a kernel of its own."""
-    moved = _nbytes(node) + sum(_read(node, source) for source in sources_of(node))
+    moved = nbytes_of(node) + sum(_read(node, source) for source in sources_of(node))
     if changed := _changed_in_place(node):
         written = sum(_read(node, source) for source in sources_of(node) if source is not changed)
         moved = 3 * written  # the new values are read, and what they are added to is read and written
@@ -220,17 +221,13 @@ def _read(node: Node, source: Node) -> int:
     """Return the bytes of ``source`` that ``node`` reads."""
     inputs = node.all_input_nodes
     if getattr(node.target, "_overloadpacket", None) in _PICKS and storage_of(inputs[0]) is source:
-        return min(_nbytes(node), _nbytes(source))
-    return min(_nbytes(source), sum(_nbytes(value) for value in inputs if storage_of(value) is source))
+        return min(nbytes_of(node), nbytes_of(source))
+    return min(nbytes_of(source), sum(nbytes_of(value) for value in inputs if storage_of(value) is source))
 
 
 def _shape(value: Any) -> Any:
     """Return the shape of a tensor with hints in place of symbolic sizes: computing with symbols would set guards."""
     return tuple(map(size_hint, value.shape)) if isinstance(value, Tensor) else value
-
-
-def _nbytes(node: Node) -> int:
-    return sum(size_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_of(node))
 
 
 EquivalentGroups = Mapping[tuple[int, ...], Sequence[Sequence[int]]]
@@ -290,7 +287,7 @@ def cost_graph_of(
     slot = {mark: i for i, mark in enumerate(marks)}
     seconds = [cost.seconds.get(node, 0.0) for node in compute]
     contention = [cost.contention.get(node, 0.0) for node in compute]
-    inputs = {node: _nbytes(node) for node in graph.find_nodes(op="placeholder") if node.name not in given}
+    inputs = {node: nbytes_of(node) for node in graph.find_nodes(op="placeholder") if node.name not in given}
     stored = {**inputs, **cost.stored}
     copied_from: dict[Node, int] = {}
     computed: dict[Node, int] = {}
@@ -298,11 +295,11 @@ def cost_graph_of(
         gradient = before_cast_and_pad(reduction.input)
         if gradient is not reduction.input:
             computed[reduction.node] = place_of(storage_of(gradient))
-            whole = max(_nbytes(gradient), cost.stored.get(storage_of(gradient), 0))
+            whole = max(nbytes_of(gradient), cost.stored.get(storage_of(gradient), 0))
             copied_from[reduction.node] = 0 if _is_read_otherwise(gradient, reduction.input) else whole
         source = storage_of(reduction.input)
         if source in stored:  # of several results of one operator, the others stay
-            stored[source] = max(0, stored[source] - _nbytes(reduction.input)) if len(tensors_of(source)) > 1 else 0
+            stored[source] = max(0, stored[source] - nbytes_of(reduction.input)) if len(tensors_of(source)) > 1 else 0
     changed_by = {changed: node for node in stored if (changed := _changed_in_place(node))}
     stored |= dict.fromkeys(changed_by.values(), 0)
 
@@ -322,9 +319,9 @@ def cost_graph_of(
         Reduction(
             reduction.fqns[0],
             kinds.of_reduction(reduction),
-            _nbytes(reduction.input),
+            nbytes_of(reduction.input),
             slot[ready[reduction.fqns[0]]],
-            0 if _leaves_the_device(reduction.result) else _nbytes(reduction.node),
+            0 if _leaves_the_device(reduction.result) else nbytes_of(reduction.node),
             copied_from.get(reduction.node),
             bool(_changed_in_place(storage_of(reduction.input))),
             can_be_reduced_in_place(reduction),
@@ -342,11 +339,11 @@ def cost_graph_of(
     gathered: dict[str, Gather] = {}
     for gather in gathers(graph):
         (fqn,) = gather.fqns
-        nbytes = _nbytes(gather.node) + (gathered[fqn].nbytes if fqn in gathered else 0)  # gathered in two ways
+        nbytes = nbytes_of(gather.node) + (gathered[fqn].nbytes if fqn in gathered else 0)  # gathered in two ways
         last = len(steps) if fqn in outlives else step_of(last_read(fqn))
         # Where rows do not divide, only some ranks pad theirs, but all must agree.
         uneven = any(user.target is _aten.slice.Tensor for user in gather.wait.users)
-        prepared = _nbytes(gather.input) if uneven or storage_of(gather.input).op != "placeholder" else 0
+        prepared = nbytes_of(gather.input) if uneven or storage_of(gather.input).op != "placeholder" else 0
         sent_from = storage_of(shard_before_cast_and_pad(gather))
         size = size_hint(gather.input.meta["val"].numel())  # padded, and so the same on every rank
         held = 0 if sent_from.op == "placeholder" else size * tensors_of(sent_from)[0].element_size()
@@ -387,7 +384,7 @@ def _large_weights(graph: Graph) -> list[str]:
     A step ends where the last kernel has run that reads one: its memory is free in the rest of that step, in which a
     large gradient may be made.
     """
-    nbytes = {gather.fqns[0]: _nbytes(gather.node) for gather in gathers(graph)}
+    nbytes = {gather.fqns[0]: nbytes_of(gather.node) for gather in gathers(graph)}
     most = _LARGE_WEIGHT * statistics.median(nbytes.values()) if nbytes else 0
     return [fqn for fqn, size in nbytes.items() if size > most]
 
@@ -397,7 +394,7 @@ def accumulated_bytes(graph: Graph) -> int:
     added = graph.find_nodes(op="call_function", target=ACCUMULATE)
     ended = {storage_of(node.args[1]) for node in graph.find_nodes(op="call_function", target=ADD_UP)}
     whole = (size_hint(node.args[0].meta["val"].numel()) * node.args[2].itemsize for node in added)
-    return sum(whole) + sum(map(_nbytes, ended))
+    return sum(whole) + sum(map(nbytes_of, ended))
 
 
 def _is_read_otherwise(gradient: Node, reduced: Node) -> bool:

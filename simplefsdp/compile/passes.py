@@ -211,7 +211,9 @@ class Passes:
 
     def cost_graphs(self, forward: Graph, backward: Graph) -> list[CostGraph]:
         """Return both graphs as their schedule sees them; none without a profile."""
-        return [self._cost_graph(graph, forward, backward) for graph in (forward, backward) if self.given.profile]
+        if self.given.profile is None:
+            return []
+        return [self._cost_graph(graph, forward, backward) for graph in (forward, backward)]
 
     def _cost_graph(self, graph: Graph, forward: Graph, backward: Graph) -> CostGraph:
         assert self.given.profile is not None

@@ -10,10 +10,10 @@ from inductor_passes.collectives import GraphParameter
 from inductor_passes.scheduling.bucket_form import with_cheapest_forms
 from inductor_passes.scheduling.cost_graph import CostGraph
 from inductor_passes.scheduling.deviations import DEVIATIONS
-from inductor_passes.scheduling.issue_points import Schedule, buckets_of, schedule_of
+from inductor_passes.scheduling.issue_points import buckets_of, schedule_of
 from inductor_passes.scheduling.keep_unsharded import choose_unsharded
 from inductor_passes.scheduling.narrow import choose_narrowed, narrowed
-from inductor_passes.scheduling.replay import Timeline, seconds_and_peak
+from inductor_passes.scheduling.replay import Timeline
 from inductor_passes.scheduling.search import TIME_TOLERANCE, greedy_schedule, least_memory_schedule
 from inductor_passes.scheduling.search_step import search_step
 from inductor_passes.scheduling.slack import with_slack
@@ -155,7 +155,7 @@ def search_plan(request: SearchRequest, step: StepToPlan) -> BucketPlan:
             limit,
             proposals,
             tolerance=time_tolerance(request),
-            modest_peak=math.inf if request.device_bytes is None else _peak(graphs, block),
+            modest_peak=math.inf if request.device_bytes is None else max(t.peak for t in timelines(known, graphs)),
             deviations=DEVIATIONS,
         )
         assert found is not None
@@ -172,10 +172,6 @@ def search_plan(request: SearchRequest, step: StepToPlan) -> BucketPlan:
     )
     plan = BucketPlan(forward, backward, reductions, step.keep_unsharded, step.parameters, step.wire)
     return _with_forms(plan, graphs)
-
-
-def _peak(graphs: Sequence[CostGraph], schedules: Sequence[Schedule]) -> int:
-    return max(seconds_and_peak(graph, schedule)[1] for graph, schedule in zip(graphs, schedules, strict=True))
 
 
 def _with_fewest_formats(step: StepToPlan, limit: float) -> StepToPlan:

@@ -22,10 +22,7 @@ from inductor_passes.scheduling.search_step import search_step
 from simplefsdp import BucketPlan, WireFormat, manual_plan, simple_fsdp
 from simplefsdp.compile.context import compilation_context
 from simplefsdp.compile.options import parse_options
-from simplefsdp.compile.plan_step import (
-    SearchRequest,
-    time_tolerance,
-)
+from simplefsdp.compile.plan_step import SearchRequest, time_tolerance
 from simplefsdp.frontend.sharding import Reshard
 from simplefsdp.hardware.profile import Link, device_memory_bytes, flat, save
 from simplefsdp.plan.grouping import BLOCK
