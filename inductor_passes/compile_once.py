@@ -26,7 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from inductor_passes.bodies import INVOKE, Run, is_alias, is_part
-from inductor_passes.fusion import is_fused
+from inductor_passes.fusion import is_fused, nbytes_of
 from inductor_passes.ops.accumulate import ACCUMULATE
 from inductor_passes.order import order_graph
 from inductor_passes.runtime.graph_dump import render_graph
@@ -250,10 +250,35 @@ def _delay_what_is_fused_later(
                 continue
             readers = [*_readers(node, run_of)]
             later = min((run_of.get(reader, -1) for reader in readers), default=-1)
-            if later > i and (is_alias(node) or any(n in first and run_of[n] == later for n in readers)):
+            is_read_first = is_alias(node) or any(n in first and run_of[n] == later for n in readers)
+            if later > i and is_read_first and not _sums_up_what_is_read_no_more(node, run_of):
                 _move([node], later, run_of)
                 first.add(node)
     return [node for i, run in enumerate(runs) for node in run if run_of[node] != i]
+
+
+def _sums_up_what_is_read_no_more(node: Node, run_of: Mapping[Node, int]) -> bool:
+    """Return whether ``node`` is the sum, or the like, of something large that no later run reads.
+
+    In a later run it would hold that in memory. TorchInductor takes such a sum, as of a norm weight's gradient, in two
+    steps, and fuses what reads it with the second.
+    """
+    if not _reduces(node):
+        return False
+    run = run_of[node]
+    sources = [*node.all_input_nodes]
+    for source in sources:  # grows
+        if any(run_of.get(reader, -1) > run for reader in _readers(source, run_of)):
+            continue
+        if run_of.get(source) == run and (is_fused(source) or is_alias(source)) and not _reduces(source):
+            sources += [more for more in source.all_input_nodes if more not in sources]
+        elif nbytes_of(source) > nbytes_of(node):
+            return True
+    return False
+
+
+def _reduces(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.reduction in node.target.tags
 
 
 def _before_anything_else(nodes: Sequence[Node], run_of: Mapping[Node, int]) -> set[Node]:

@@ -1,9 +1,12 @@
-"""``order`` for the kernels of TorchInductor's scheduler, after fusion."""
+"""``order`` for the kernels of TorchInductor's scheduler, after fusion, and what may not be fused for its sake."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch._ops import OpOverload
 from torch.fx import Node
@@ -18,7 +21,38 @@ from inductor_passes.runtime.agreement import AGREE
 from inductor_passes.runtime.graph_dump import DUMP_NAMES, Report
 from inductor_passes.runtime.record import Record, awaited_collective, collective_name, is_collective, recorded_sequence
 from inductor_passes.scheduling.order_items import PACKS, UNPACKS, OrderItem, is_all_reduce_after, order_item
-from inductor_passes.torch_compat.inductor import inductor_ir, is_ordering_only, register_lowering
+from inductor_passes.torch_compat.inductor import (
+    horizontal_fusion,
+    inductor_ir,
+    is_ordering_only,
+    register_lowering,
+)
+
+
+@contextmanager
+def no_fusion_across_matmuls() -> Iterator[None]:
+    """Let TorchInductor meanwhile fuse no kernels, between which there is a matmul, for what both of them read.
+
+    Fused, the first one would run where the second does: what it reads would be in memory until then, and the gradient
+    that it makes would be reduced later than the plan says, such as that of a norm's weight with the next norm's.
+    """
+    alone: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+
+    def is_allowed(scheduler: Any, one: Any, other: Any) -> bool:
+        if (places := alone.get(scheduler)) is None:
+            places = alone[scheduler] = [kernel.min_order for kernel in scheduler.nodes if _computes_alone(kernel)]
+        first, second = sorted((one, other), key=lambda kernel: kernel.min_order)
+        return bisect_right(places, first.max_order) >= bisect_left(places, second.min_order)
+
+    with horizontal_fusion(is_allowed):
+        yield
+
+
+def _computes_alone(kernel: Any) -> bool:
+    """Return whether ``kernel`` computes, and is fused with none: a matmul, attention, or the like."""
+    ir = inductor_ir()
+    communicates = isinstance(kernel.node, ir._CollectiveKernel | ir._WaitKernel | ir.MultiOutput)
+    return kernel.is_extern() and not communicates and _fx_node(kernel.node) is None
 
 
 def order_kernels(kernels: list[Any], report: Report | None = None) -> list[Any]:

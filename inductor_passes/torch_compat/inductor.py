@@ -1,5 +1,6 @@
 """TorchInductor: passes and their cache keys, configuration, IR, lowerings and generated code."""
 
+import copy
 import ctypes
 import functools
 import inspect
@@ -60,6 +61,26 @@ def unchanged_is_same() -> Iterator[None]:
         yield
     finally:
         fx_utils._is_fake_tensor_same = compare
+
+
+@contextmanager
+def horizontal_fusion(is_allowed: Callable[[Any, Any, Any], bool]) -> Iterator[None]:
+    """Let TorchInductor meanwhile ask ``is_allowed``, too, before it fuses kernels that read nothing of each other.
+
+    Args:
+        is_allowed: a function of the scheduler and of two of its nodes.
+    """
+    from torch._inductor.virtualized import V  # seconds to import, so not before it is needed
+
+    choices: Any = copy.copy(V.choices)
+    may_fuse = choices.can_fuse_horizontal
+
+    def can_fuse_horizontal(scheduler: Any, one: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
+        return is_allowed(scheduler, one, other) and may_fuse(scheduler, one, other, *args, **kwargs)
+
+    choices.can_fuse_horizontal = can_fuse_horizontal
+    with V.set_choices_handler(choices):
+        yield
 
 
 @functools.cache

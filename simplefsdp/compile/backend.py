@@ -10,7 +10,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -162,19 +162,20 @@ def _inductor(
     # Seconds to import, so not before it is needed.
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner, select_decomp_table
 
-    import inductor_passes.inductor_order  # noqa: F401  # how its operators are lowered
+    from inductor_passes.inductor_order import no_fusion_across_matmuls
 
     if inner_compile is None and not on_gpu:
         find_vector_instructions()
     progress = passes.notes.progress
     lower_graph = inner_compile or compile_fx_inner
+    fuses_by_region = on_gpu and passes.given.request is not None
 
     @with_stack_space
     @_garbage_collection_paused()
     def lower(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:  # of backward: when the first backward runs
         progress.begin(f"lowering {direction_of(graph.graph)}")
         try:
-            with unchanged_is_same():
+            with unchanged_is_same(), no_fusion_across_matmuls() if fuses_by_region else nullcontext():
                 return lower_graph(graph, *args, **kwargs)
         finally:
             passes.end_stages()

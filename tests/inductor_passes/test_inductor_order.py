@@ -2,6 +2,7 @@
 
 import ast
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,31 @@ def test_kernels_that_were_not_put_in_order_are_an_error(monkeypatch):
         pytest.raises(Exception, match="the plan is not carried out: at node"),
     ):
         compiled(torch.ones(4, 8))
+
+
+def _across_a_matmul(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    first = x.sin().sum(0)
+    return first, ((x @ w) * x).sum(0)
+
+
+def _side_by_side(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.sin().sum(0), (x * w).sum(0)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("function", "context", "kernels"),
+    [
+        (_across_a_matmul, nullcontext, 1),
+        (_across_a_matmul, scheduler.no_fusion_across_matmuls, 2),
+        (_side_by_side, scheduler.no_fusion_across_matmuls, 1),
+    ],
+)
+def test_kernels_that_read_the_same_are_fused_where_no_matmul_is_between_them(function, context, kernels):
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True), context():
+        _, (code,) = run_and_get_code(torch.compile(function), torch.ones(64, 64), torch.ones(64, 64))
+    assert code.count("async_compile.cpp_pybinding(") == kernels
 
 
 @pytest.mark.usefixtures("one_of_four")
