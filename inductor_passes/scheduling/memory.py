@@ -7,9 +7,13 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
+from inductor_passes.torch_compat.cuda import matmul_workspace_bytes
 from inductor_passes.torch_compat.fx import size_hint
 
-_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+_aten = torch.ops.aten
+_FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
+_CUBLAS = (_aten.mm, _aten.bmm, _aten.baddbmm)
+"""Operators that cuBLAS computes; ``addmm`` is computed by cuBLASLt, with a workspace of a MiB."""
 
 
 class LiveBytes(NamedTuple):
@@ -84,9 +88,12 @@ def most_in_use(
 def temporary_bytes(node: Node) -> int:
     """Return how many bytes an operator takes besides its results while it runs.
 
-    Flash attention's backward on a GPU sums up the gradient of queries in float32, and makes gradients of keys and
-    values for each head of the queries where these share them (``mha_bwd`` in torch's ``flash_api.cpp``).
+    A matmul on a GPU has a workspace. Flash attention's backward sums up the gradient of queries in float32, and makes
+    gradients of keys and values for each head of the queries where these share them (``mha_bwd`` in torch's
+    ``flash_api.cpp``).
     """
+    if getattr(node.target, "_overloadpacket", None) in _CUBLAS and node.meta["val"].is_cuda:
+        return matmul_workspace_bytes()
     if node.target is not _FLASH_BACKWARD:
         return 0
     query, key = (node.args[i].meta["val"] for i in (1, 2))  # type: ignore[union-attr]
