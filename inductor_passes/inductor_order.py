@@ -49,10 +49,10 @@ def no_fusion_across_matmuls() -> Iterator[None]:
 
 
 def _computes_alone(kernel: Any) -> bool:
-    """Return whether ``kernel`` computes, and is fused with none: a matmul, attention, or the like."""
+    """Return whether ``kernel`` computes what no other kernel can compute with it: a matmul, attention, or the like."""
     ir = inductor_ir()
     communicates = isinstance(kernel.node, ir._CollectiveKernel | ir._WaitKernel | ir.MultiOutput)
-    return kernel.is_extern() and not communicates and _fx_node(kernel.node) is None
+    return (kernel.is_extern() or kernel.is_template()) and not communicates and _fx_node(kernel.node) is None
 
 
 def order_kernels(kernels: list[Any], report: Report | None = None) -> list[Any]:
