@@ -30,11 +30,11 @@ from inductor_passes.torch_compat.inductor import (
 
 
 @contextmanager
-def no_fusion_across_matmuls() -> Iterator[None]:
-    """Let TorchInductor meanwhile fuse no kernels, between which there is a matmul, for what both of them read.
+def no_sums_across_matmuls() -> Iterator[None]:
+    """Let TorchInductor meanwhile fuse no sum with a kernel behind a matmul for what both of them read.
 
-    Fused, the first one would run where the second does: what it reads would be in memory until then, and the gradient
-    that it makes would be reduced later than the plan says, such as that of a norm's weight with the next norm's.
+    Fused, the sum would be taken where the other kernel runs: what is summed up would be in memory until then, and a
+    gradient would be reduced later than the plan says, such as that of a norm's weight with the next norm's.
     """
     alone: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
@@ -42,7 +42,9 @@ def no_fusion_across_matmuls() -> Iterator[None]:
         if (places := alone.get(scheduler)) is None:
             places = alone[scheduler] = [kernel.min_order for kernel in scheduler.nodes if _computes_alone(kernel)]
         first, second = sorted((one, other), key=lambda kernel: kernel.min_order)
-        return bisect_right(places, first.max_order) >= bisect_left(places, second.min_order)
+        return not first.is_reduction() or bisect_right(places, first.max_order) >= bisect_left(
+            places, second.min_order
+        )
 
     with horizontal_fusion(is_allowed):
         yield

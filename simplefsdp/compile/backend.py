@@ -162,20 +162,20 @@ def _inductor(
     # Seconds to import, so not before it is needed.
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner, select_decomp_table
 
-    from inductor_passes.inductor_order import no_fusion_across_matmuls
+    from inductor_passes.inductor_order import no_sums_across_matmuls
 
     if inner_compile is None and not on_gpu:
         find_vector_instructions()
     progress = passes.notes.progress
     lower_graph = inner_compile or compile_fx_inner
-    fuses_by_region = on_gpu and passes.given.request is not None
+    sums_at_once = on_gpu and passes.given.request is not None
 
     @with_stack_space
     @_garbage_collection_paused()
     def lower(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:  # of backward: when the first backward runs
         progress.begin(f"lowering {direction_of(graph.graph)}")
         try:
-            with unchanged_is_same(), no_fusion_across_matmuls() if fuses_by_region else nullcontext():
+            with unchanged_is_same(), no_sums_across_matmuls() if sums_at_once else nullcontext():
                 return lower_graph(graph, *args, **kwargs)
         finally:
             passes.end_stages()

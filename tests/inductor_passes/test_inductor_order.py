@@ -54,11 +54,11 @@ def _side_by_side(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch
     ("function", "context", "kernels"),
     [
         (_across_a_matmul, nullcontext, 1),
-        (_across_a_matmul, scheduler.no_fusion_across_matmuls, 2),
-        (_side_by_side, scheduler.no_fusion_across_matmuls, 1),
+        (_across_a_matmul, scheduler.no_sums_across_matmuls, 2),
+        (_side_by_side, scheduler.no_sums_across_matmuls, 1),
     ],
 )
-def test_kernels_that_read_the_same_are_fused_where_no_matmul_is_between_them(function, context, kernels):
+def test_a_sum_is_fused_with_what_reads_the_same_where_no_matmul_is_between_them(function, context, kernels):
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True), context():
         _, (code,) = run_and_get_code(torch.compile(function), torch.ones(64, 64), torch.ones(64, 64))
