@@ -250,8 +250,9 @@ def _delay_what_is_fused_later(
                 continue
             readers = [*_readers(node, run_of)]
             later = min((run_of.get(reader, -1) for reader in readers), default=-1)
-            is_read_first = is_alias(node) or any(n in first and run_of[n] == later for n in readers)
-            if later > i and is_read_first and not _sums_up_what_is_read_no_more(node, run_of):
+            if later <= i or not (is_alias(node) or any(n in first and run_of[n] == later for n in readers)):
+                continue
+            if not _sums_up_what_is_read_no_more(node, run_of):
                 _move([node], later, run_of)
                 first.add(node)
     return [node for i, run in enumerate(runs) for node in run if run_of[node] != i]

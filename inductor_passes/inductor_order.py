@@ -39,12 +39,12 @@ def no_sums_across_matmuls() -> Iterator[None]:
     alone: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
     def is_allowed(scheduler: Any, one: Any, other: Any) -> bool:
+        first, second = sorted((one, other), key=lambda kernel: kernel.min_order)
+        if not first.is_reduction():
+            return True
         if (places := alone.get(scheduler)) is None:
             places = alone[scheduler] = [kernel.min_order for kernel in scheduler.nodes if _computes_alone(kernel)]
-        first, second = sorted((one, other), key=lambda kernel: kernel.min_order)
-        return not first.is_reduction() or bisect_right(places, first.max_order) >= bisect_left(
-            places, second.min_order
-        )
+        return bisect_right(places, first.max_order) >= bisect_left(places, second.min_order)
 
     with horizontal_fusion(is_allowed):
         yield

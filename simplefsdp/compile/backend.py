@@ -162,7 +162,7 @@ def _inductor(
     # Seconds to import, so not before it is needed.
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner, select_decomp_table
 
-    from inductor_passes.inductor_order import no_sums_across_matmuls
+    from inductor_passes.inductor_order import no_sums_across_matmuls  # and how its operators are lowered
 
     if inner_compile is None and not on_gpu:
         find_vector_instructions()
