@@ -1,4 +1,4 @@
-"""The step of Muon on a sharded Llama: whole matrices on owners, and what people do without owners.
+"""The step of Muon and of GaLore on a sharded Llama: whole matrices on owners, and what people do without owners.
 
     python -m benchmarks.optimizers                       # one rank of 8 and of 64, rehearsed
 
@@ -6,6 +6,7 @@ Times are those of one rank's step, with a network that costs nothing and with o
 collectives and MiB are what that rank issued in one step; memory is the peak of the process in its steps, beyond
 parameters and gradients: state, exchanges and what a step computes. A system runs in a process of its own. Steps of the
 owners' rank are then timed once more, each after a step of the matrices that it owns as if there was nobody else.
+GaLore steps the matrices that it projects from the right (no fewer rows than columns), at a quarter of the width.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from simplefsdp import muon, rehearsal, simple_fsdp
+from simplefsdp import galore, muon, rehearsal, simple_fsdp
 from simplefsdp.hardware.profile import flat
 from simplefsdp.models import llama
 from simplefsdp.text.tables import markdown_table
@@ -49,14 +50,25 @@ class Redundant(Muon):
             param._local_tensor.copy_(mine._local_tensor)
 
 
-def hidden(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that all systems step: matrices of the blocks."""
-    return [param for name, param in model.named_parameters() if "layers" in name and param.ndim == 2]
+def hidden(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that all systems of Muon step: matrices of the blocks."""
+    return {name: param for name, param in model.named_parameters() if "layers" in name and param.ndim == 2}
 
 
-def ours(model: nn.Module) -> Any:
-    others = [name for name, _ in model.named_parameters() if "layers" not in name]
-    optimizer = muon(model, adamw=others)
+def tall(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that all systems of GaLore step: those of Muon that have no fewer rows than columns."""
+    return {name: param for name, param in hidden(model).items() if param.shape[0] >= param.shape[1]}
+
+
+def rank_of(model: nn.Module) -> int:
+    """Return the rank at which GaLore keeps moments: a quarter of the width."""
+    return min(param.shape[1] for param in tall(model).values()) // 4
+
+
+def ours(optimizer_of: Callable[..., Any], model: nn.Module, stepped: dict[str, nn.Parameter], **settings: Any) -> Any:
+    """Return an optimizer on owners that steps these parameters, and no others."""
+    others = [name for name, _ in model.named_parameters() if name not in stepped]
+    optimizer = optimizer_of(model, adamw=others, **settings)
     for group in optimizer.param_groups:
         if group["algorithm"] == "adamw":
             for param in group["params"]:
@@ -69,17 +81,19 @@ def of_pytorch_optimizer(model: nn.Module) -> Any:
     from pytorch_optimizer import DistributedMuon
 
     by_shape = sorted(
-        hidden(model), key=lambda param: tuple(param.shape)
+        hidden(model).values(), key=lambda param: tuple(param.shape)
     )  # it gathers N neighbours as if they were alike
     return DistributedMuon([{"params": by_shape, "use_muon": True}])
 
 
 SYSTEMS: dict[str, Callable[[nn.Module], Any]] = {
-    "owners": ours,
-    "every rank all": lambda model: Redundant(hidden(model)),
-    "torch on DTensor": lambda model: torch.optim.Muon(hidden(model)),
+    "owners": lambda model: ours(muon, model, hidden(model)),
+    "every rank all": lambda model: Redundant(hidden(model).values()),
+    "torch on DTensor": lambda model: torch.optim.Muon(hidden(model).values()),
     "DistributedMuon, replicated": of_pytorch_optimizer,
-    "one process": lambda model: Muon(hidden(model)),
+    "one process": lambda model: Muon(hidden(model).values()),
+    "GaLore, owners": lambda model: ours(galore, model, tall(model), rank=rank_of(model)),
+    "GaLore, rows": lambda model: ours(galore, model, tall(model), rank=rank_of(model), on="rows"),
 }
 
 

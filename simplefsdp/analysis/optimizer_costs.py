@@ -162,7 +162,13 @@ def _state_of(optimizer: torch.optim.Optimizer | None, params: Sequence[Any]) ->
             return _OF_MATRIX[type(optimizer)], settings
         return _OfMatrix(lambda of, _: measured(group, of)), settings
 
-    found = [_on_shards([p], moments_bytes=moments_bytes(p)) for p in params if id(p) not in owned]
+    def on_this_rank(param: Any) -> StepState:
+        group = group_of[id(param)]
+        if distribution is not None and distribution.ways[group] == "rows":
+            return _of_rows(param, optimizer.param_groups[group])
+        return _on_shards([param], moments_bytes=moments_bytes(param))
+
+    found = [on_this_rank(param) for param in params if id(param) not in owned]
     if distribution is not None and (mine := [owned[id(param)] for param in params if id(param) in owned]):
         found.append(_of_owned(mine, [exchange.owned for exchange in distribution.exchanges], owned_costs))
     return _sum(found)
@@ -170,6 +176,20 @@ def _state_of(optimizer: torch.optim.Optimizer | None, params: Sequence[Any]) ->
 
 def _on_shards(params: Sequence[Any], **moments: Any) -> StepState:
     return step_state([(p.simple_fsdp_info, p.dtype, p.requires_grad) for p in params], **moments)
+
+
+def _of_rows(param: Any, group: Mapping[str, Any]) -> StepState:
+    """Return the state of a matrix that GaLore steps by rows: each rank has the projection, and moments of its rows."""
+    shards = _on_shards([param], moments_bytes=0)
+    columns = math.prod(param.shape[1:])
+    rank = min(group["rank"], columns)
+    rows = shards.gradient_bytes // (columns * param.element_size())
+    projection, moments = (param.element_size() * rank * side for side in (columns, 2 * rows))
+    return shards._replace(
+        resident_bytes=shards.resident_bytes + projection + moments,
+        updated_bytes=shards.updated_bytes + projection + 2 * moments,
+        products=tuple(2 * [2.0 * rank * columns * rows]),
+    )
 
 
 def _is_offloaded(param: Any) -> bool:

@@ -24,7 +24,7 @@ from inductor_passes.runtime.agreement import Subject, compare
 from inductor_passes.torch_compat.checkpoint import options_of_full_state
 from simplefsdp.training.optimizers.claims import claim, optimizer_of
 from simplefsdp.training.optimizers.exchange import Exchange
-from simplefsdp.training.optimizers.low_rank import GaLore
+from simplefsdp.training.optimizers.low_rank import GaLore, has_rows
 from simplefsdp.training.optimizers.newton_schulz import Muon
 from simplefsdp.training.optimizers.on_shards import ELEMENTWISE, replace_step
 from simplefsdp.training.optimizers.owned_state import place_state, state_of_all
@@ -165,7 +165,7 @@ class Distribution:
                 param
                 for group, way in zip(groups, self.ways, strict=True)
                 for param in group["params"]
-                if way != "shards" and param.requires_grad
+                if _place(param, way).startswith("owners") and param.requires_grad
             ]
         )
         if self.whole_model and (len(by_lane) > 1 or not all(isinstance(param, DTensor) for param in params)):
@@ -264,7 +264,7 @@ class Distribution:
 
     def __str__(self) -> str:
         counts = Counter(
-            f"on {way.split()[0]}" if isinstance(param, DTensor) else "on every rank"
+            f"on {_place(param, way).split()[0]}" if isinstance(param, DTensor) else "on every rank"
             for group, way in zip(self.optimizer.param_groups, self.ways, strict=True)
             for param in group["params"]
             if param.requires_grad
@@ -298,7 +298,7 @@ class Distribution:
                 f"on: what {kind.__name__} does to a value of a parameter depends on other values of this parameter; "
                 "expected 'auto' or 'owners', found 'shards'"
             )
-        return "owners" if self.on == "owners" and found == "shards" else found
+        return "owners" if self.on == "owners" and found in ("shards", "rows") else found
 
     def _compare(self, params: Sequence[Tensor]) -> None:
         """Raise on all ranks if they would exchange different parameters."""
@@ -314,8 +314,12 @@ class Distribution:
     def _here(self) -> list[Substitute]:
         """Return shards and plain parameters, for which nothing is exchanged."""
         owned = {id(each.param) for each in self.owned}
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        return [on_shard(param) for param in params if id(param) not in owned]
+        return [
+            Substitute(param, param, is_shard=False) if way == "rows" else on_shard(param)
+            for group, way in zip(self.optimizer.param_groups, self.ways, strict=True)
+            for param in group["params"]
+            if id(param) not in owned
+        ]
 
 
 def distribution_of(optimizer: torch.optim.Optimizer | None) -> Distribution | None:
@@ -326,8 +330,13 @@ def distribution_of(optimizer: torch.optim.Optimizer | None) -> Distribution | N
 
 def _known_way(kind: type, group: dict[str, Any]) -> Way | None:
     if kind in (Muon, GaLore):
-        return "shards" if group["algorithm"] == "adamw" else "owners"
+        return "shards" if group["algorithm"] == "adamw" else group.get("on", "owners")
     return "shards" if kind in ELEMENTWISE else "owners" if kind in PER_PARAMETER else None
+
+
+def _place(param: Tensor, way: Way) -> Way:
+    """Return where one parameter of a group that goes this way is stepped."""
+    return "owners" if way == "rows" and isinstance(param, DTensor) and not has_rows(param) else way
 
 
 def _fetch(rounds: Iterator[list[Exchange]]) -> list[Exchange]:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -19,6 +19,7 @@ def galore(
     rank: int,
     lr: float = 1e-3,
     *,
+    on: Literal["owners", "rows"] = "owners",
     refresh: int = 200,
     scale: float = 0.25,
     moments: Moments = "full",
@@ -32,12 +33,16 @@ def galore(
     """Return an optimizer that steps the hidden matrices of ``model`` by GaLore, and all else by AdamW.
 
     Hidden matrices are those of ``muon``. They are stepped whole, each by the rank that owns it, which alone has its
-    moments and its projection; AdamW steps shards.
+    moments and its projection; AdamW steps shards. With ``on="rows"`` those that have no fewer rows than columns, and
+    are sharded along rows, are stepped by rows instead: without any communication between two searches, but each rank
+    has all projections of them.
 
     Args:
         model: a model, after ``simple_fsdp``. Parameters that need no gradient are left out.
         rank: see ``GaLore``; matrices with no side that is larger are stepped by AdamW.
         lr: learning rate of all parameters.
+        on: ``"owners"``, or ``"rows"`` where that is possible: moments are ``"full"``, and the values those of one
+            process up to the rounding of products.
         refresh: see ``GaLore``.
         scale: see ``GaLore``.
         moments: of projected gradients: ``"full"``, ``"8bit"`` or ``"factored"``, see ``GaLore``.
@@ -62,6 +67,14 @@ def galore(
     if rest:
         groups.append({"params": [*rest.values()], "algorithm": "adamw"})
     log.info("GaLore projects %s; AdamW steps %s", ", ".join(hidden), ", ".join(rest) or "nothing else")
-    settings: Any = {"refresh": refresh, "scale": scale, "betas": betas, "eps": eps, "seed": seed, "moments": moments}
+    settings: Any = {
+        "refresh": refresh,
+        "scale": scale,
+        "betas": betas,
+        "eps": eps,
+        "seed": seed,
+        "moments": moments,
+        "on": on,
+    }
     optimizer = GaLore(groups, rank, lr, weight_decay=weight_decay, **settings)
     return distribute_optimizer(optimizer, exchange_bytes=exchange_bytes)

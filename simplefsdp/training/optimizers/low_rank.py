@@ -6,14 +6,20 @@ al., "GaLore 2" (arXiv 2504.20437), for the randomised search; its algorithm is 
 """
 
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from inductor_passes.torch_compat.dtensor import dtensor, local_tensor
+from simplefsdp.training.optimizers.exchange import local_gradient, process_group
 from simplefsdp.training.optimizers.matrix_optimizer import MatrixOptimizer
 from simplefsdp.training.optimizers.moments import Moments, check_moments, normalised
+from simplefsdp.training.optimizers.ownership import layout
 
 log = logging.getLogger("simplefsdp")
 
@@ -24,17 +30,23 @@ _POWER_ITERATIONS = 2
 class GaLore(MatrixOptimizer):
     """AdamW or Adafactor on the moments of projected gradients, for matrices, and AdamW for the rest, by groups.
 
-    The gradient of a matrix of a rows and b columns is projected from the side that is shorter: to (rank, b) if a <= b,
-    else to (a, rank). Its moments have that shape, and the step that they make is projected back. The projection are
-    the first left, or right, singular vectors of a gradient. All state is tensors (``projection``, ``step`` and the
-    moments), so a run that is resumed between two searches goes on in the same subspace. The log (``simplefsdp``,
-    INFO) has the share of the gradients' energy that a search keeps.
+    The gradient of a matrix of a rows and b columns is projected from the side that is shorter: from the left if a < b,
+    else from the right. Moments are (rank, b), or (rank, a), and the step that they make is projected back. The
+    projection are the first left, or right, singular vectors of a gradient. All state is tensors (``projection``,
+    ``step`` and the moments), so a run that is resumed between two searches goes on in the same subspace. The log
+    (``simplefsdp``, INFO) has the share of the gradients' energy that a search keeps.
+
+    Parameters that have their rows on several ranks and no fewer rows than columns are stepped by rows: each rank has
+    the projection, and the moments of its own rows. Nothing is communicated but in a step that searches: there each
+    matrix is gathered, and searched by one rank, which sends the projection to the others.
 
     Args:
         params: parameters, or groups of them; trailing dims count as one.
         rank: rank of the projection; a matrix with a shorter side than that is not projected.
         lr: learning rate.
         algorithm: ``"galore"`` or ``"adamw"``.
+        on: where ``distribute_optimizer`` lets sharded matrices be stepped: ``"owners"``, or ``"rows"`` where that is
+            possible.
         refresh: number of steps after which the subspace is searched again.
         scale: factor of what is projected back.
         moments: of projected gradients. ``"full"``: those of AdamW (``exp_avg`` and ``exp_avg_sq``, in the dtype of the
@@ -47,7 +59,8 @@ class GaLore(MatrixOptimizer):
         seed: of the random matrices that the search begins with; the same for every rank and parameter.
 
     Raises:
-        ValueError: a setting is out of range; a parameter of ``"galore"`` is no real matrix.
+        ValueError: a setting is out of range; a parameter of ``"galore"`` is no real matrix; ``on="rows"`` with other
+            moments than ``"full"``.
         ImportError: ``moments`` needs a package that is not installed.
     """
 
@@ -63,6 +76,7 @@ class GaLore(MatrixOptimizer):
         lr: float = 1e-3,
         *,
         algorithm: Literal["galore", "adamw"] = "galore",
+        on: Literal["owners", "rows"] = "owners",
         refresh: int = 200,
         scale: float = 0.25,
         moments: Moments = "full",
@@ -74,6 +88,7 @@ class GaLore(MatrixOptimizer):
         defaults = {
             "lr": lr,
             "algorithm": algorithm,
+            "on": on,
             "rank": rank,
             "refresh": refresh,
             "scale": scale,
@@ -89,36 +104,119 @@ class GaLore(MatrixOptimizer):
         """Raise as the class says."""
         super().check(group)
         check_moments(group["moments"])
+        if group["on"] not in ("owners", "rows"):
+            raise ValueError(f"on: expected 'owners' or 'rows', found {group['on']!r}")
+        if group["on"] == "rows" and group["moments"] != "full":
+            raise ValueError(
+                f"moments: of rows they are 'full', as others are of whole matrices, found {group['moments']!r}"
+            )
 
     def step_matrices(self, params: list[Tensor], group: dict[str, Any]) -> None:
         """Step the parameters of a group, and log what new subspaces keep."""
-        energies = [energy for param in params if (energy := self._step_projected(param, group)) is not None]
+        for param in params:
+            if not self.state[param]:
+                self.state[param]["step"] = torch.zeros((), dtype=torch.float32)
+        due = [param for param in params if int(self.state[param]["step"]) % group["refresh"] == 0]
+        by_rows = [param for param in due if _by_rows(param, group)]
+        energies = [self._search(param, param.grad, group) for param in due if not _by_rows(param, group)]
+        energies += self._search_for_all(by_rows, group)
+        for param in params:
+            self._step_projected(param, group)
         if energies:
             share = torch.stack(energies).mean().item()
             log.info(
                 "GaLore searched %d subspaces, which keep %.1f %% of the gradients' energy", len(energies), 100 * share
             )
 
-    def _step_projected(self, param: Tensor, group: dict[str, Any]) -> Tensor | None:
-        """Step a matrix, and return the share of its gradient's energy that a new subspace keeps, if there is one."""
-        gradient: Any = param.grad
-        gradient = gradient.reshape(param.shape[0], -1)
-        state = self.state[param]
-        from_left = gradient.shape[0] <= gradient.shape[1]
-        wide = gradient if from_left else gradient.mT
-        rank = min(group["rank"], wide.shape[0])
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-        energy = None
-        if int(state["step"]) % group["refresh"] == 0:
-            seed = group["seed"] + int(state["step"])
-            state["projection"], energy = search_subspace(wide, rank, seed)
-        state["step"] += 1
-        update = state["projection"] @ normalised(state, state["projection"].mT @ wide, group)
-        update = update if from_left else update.mT
-        param.mul_(1 - group["lr"] * group["weight_decay"])
-        param.add_(update.reshape(param.shape), alpha=-group["lr"] * group["scale"])
+    def _search(self, param: Tensor, gradient: Any, group: dict[str, Any]) -> Tensor:
+        """Search the subspace of a whole gradient, and return the share of its energy that is kept."""
+        rows, columns = _sides(param)
+        matrix = gradient.reshape(rows, columns)
+        seed = group["seed"] + int(self.state[param]["step"])
+        found, energy = search_subspace(matrix if rows < columns else matrix.mT, _rank(param, group), seed)
+        self.state[param]["projection"] = found.contiguous()
         return energy
+
+    def _search_for_all(self, params: Sequence[Any], group: dict[str, Any]) -> list[Tensor]:
+        """Search the subspaces of matrices that are stepped by rows: as many at once as there are ranks, one on each.
+
+        An error of a search is raised once the other ranks have what they wait for.
+        """
+        by_mesh: dict[Any, list[Any]] = {}
+        for param in params:
+            by_mesh.setdefault(param.device_mesh, []).append(param)
+        energies: list[Tensor] = []
+        failure: Exception | None = None
+        for mesh, members in by_mesh.items():
+            ranks = layout(members[0]).ranks
+            for first in range(0, len(members), len(ranks)):
+                searched = dict(zip(ranks, members[first : first + len(ranks)], strict=False))
+                for rank, param in searched.items():
+                    gradient = param.grad.full_tensor().to(param.dtype)
+                    if rank == dist.get_rank():
+                        mine = gradient
+                    self.state[param]["projection"] = gradient.new_zeros(_sides(param)[1], _rank(param, group))
+                if (param := searched.get(dist.get_rank())) is not None:
+                    try:
+                        energies.append(self._search(param, mine, group))
+                    except Exception as error:
+                        failure = error
+                for rank, param in searched.items() if len(ranks) > 1 else ():
+                    dist.broadcast(self.state[param]["projection"], rank, process_group(mesh))
+        if failure is not None:
+            raise failure
+        return energies
+
+    def _step_projected(self, param: Tensor, group: dict[str, Any]) -> None:
+        """Step a matrix, or this rank's rows of one, in the subspace that its state has."""
+        by_rows = _by_rows(param, group)
+        values: Any = local_tensor(param) if by_rows else param
+        gradient: Any = local_gradient(param) if by_rows else param.grad
+        gradient = gradient.reshape(values.shape[0], math.prod(values.shape[1:]))
+        rows, columns = _sides(param)
+        wide = gradient if rows < columns else gradient.mT
+        state = self.state[param]
+        state["step"] += 1
+        local = {key: local_tensor(value) for key, value in state.items()} if by_rows else state
+        update = local["projection"] @ normalised(local, local["projection"].mT @ wide, group)
+        update = update if rows < columns else update.mT
+        values.mul_(1 - group["lr"] * group["weight_decay"])
+        values.add_(update.reshape(values.shape), alpha=-group["lr"] * group["scale"])
+        for key in local.keys() - state.keys():
+            state[key] = _of_columns(param, local[key], rows)
+
+
+def has_rows(param: Any) -> bool:
+    """Return whether ranks have whole rows of a parameter that GaLore projects from the right: it is stepped by rows.
+
+    Parameters that are kept on another device than that of their mesh are not.
+    """
+    if not isinstance(param, DTensor):
+        return False
+    rows, columns = _sides(param)
+    split = [placement for placement in param.placements if not isinstance(placement, Replicate)]
+    by_rows = len(split) == 1 and type(split[0]) is Shard and split[0].dim == 0
+    return by_rows and rows >= columns and param._local_tensor.device.type == param.device_mesh.device_type
+
+
+def _by_rows(param: Tensor, group: dict[str, Any]) -> bool:
+    """Return whether this rank steps its rows of a parameter, whatever place a loaded group's settings name."""
+    return has_rows(param) and group["moments"] == "full"
+
+
+def _rank(param: Tensor, group: dict[str, Any]) -> int:
+    return min(group["rank"], *_sides(param))
+
+
+def _sides(param: Tensor) -> tuple[int, int]:
+    """Return the rows and columns of a parameter; trailing dims count as one."""
+    return param.shape[0], math.prod(param.shape[1:])
+
+
+def _of_columns(param: Any, local: Tensor, columns: int) -> DTensor:
+    """Return moments (rank, columns here) as parts of those of all rows of a parameter, which are their columns."""
+    placements = tuple(Shard(1) if isinstance(each, Shard) else each for each in param.placements)
+    return dtensor(local, param.device_mesh, placements, torch.Size((local.shape[0], columns)))
 
 
 def search_subspace(matrix: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:

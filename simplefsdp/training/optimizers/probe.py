@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp.training.optimizers.substitutes import Substitute, substitution
 
-Way = Literal["shards", "owners", "owners at once"]
-"""``"owners at once"``: a rank must step all its parameters by one call, as the optimizer counts its calls."""
+Way = Literal["shards", "rows", "owners", "owners at once"]
+"""Where parameters are stepped. ``"rows"``: on each rank by GaLore, which is given the ``DTensor``, or on owners.
+``"owners at once"``: a rank must step all its parameters by one call, as the optimizer counts its calls."""
 
 _SMALL: dict[int, tuple[int, ...]] = {0: (), 1: (11,), 2: (7, 5), 3: (7, 3, 2), 4: (7, 2, 3, 3)}
 _LARGE: dict[int, tuple[int, ...]] = {1: (517,), 2: (161, 135), 3: (133, 6, 3), 4: (133, 5, 3, 3)}

@@ -42,6 +42,7 @@ SEEN: dict[str, Callable[[Any], Any]] = {
     "SOAP": lambda model: distribute_optimizer(pytorch_optimizer.SOAP(model.parameters())),
     "Muon": muon,
     "GaLore": lambda model: galore(model, rank=8),
+    "GaLore, by rows": lambda model: galore(model, rank=8, on="rows"),
     "GaLore, 8bit": lambda model: galore(model, rank=8, moments="8bit"),
     "GaLore, factored": lambda model: galore(model, rank=8, moments="factored"),
     "GaLore, factored, without first moments": lambda model: galore(
@@ -75,7 +76,7 @@ def test_of_an_optimizer_that_was_seen_the_state_is_known_before_its_first_step(
     found = []
     for rank in range(4):
         with fake_group(4, rank):
-            model: Any = simple_fsdp(tiny_llama(layers=3))
+            model: Any = simple_fsdp(tiny_llama(layers=4))
             optimizer = SEEN[name](model)
             predicted = state_of_parameters(model.parameters())
             found.append(step(model, optimizer))

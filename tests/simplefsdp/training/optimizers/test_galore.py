@@ -1,6 +1,7 @@
 """GaLore: its search of subspaces, its formula, its bytes, and its values on sharded parameters."""
 
 import logging
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from simplefsdp import distribute_optimizer, galore
+from simplefsdp import distribute_optimizer, galore, simple_fsdp
 from simplefsdp.models import llama
 from simplefsdp.training.checkpoint import StrictLoadPlanner
-from simplefsdp.training.optimizers.low_rank import GaLore, search_subspace
+from simplefsdp.training.optimizers.low_rank import GaLore, has_rows, search_subspace
+from simplefsdp.training.optimizers.ownership import name_of
 from simplefsdp.training.optimizers.probe import way_of
 from tests.models import tiny_llama
-from tests.ranks import Ranks
+from tests.ranks import Ranks, fake_group
 from tests.simplefsdp.training.optimizers.test_distribute import MODES, Model, assert_same_values, set_gradients
 
 
@@ -57,7 +60,7 @@ def test_a_matrix_of_that_rank_is_kept_whole_and_one_of_zeros_is_no_trouble() ->
     assert search_subspace(torch.ones(5, 2), 4, seed=0)[0].shape == (5, 4)
 
 
-@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (6, 5, 2)])
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (8, 8), (6, 5, 2)])
 def test_steps_are_those_of_the_paper(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     value = torch.randn(shape)
@@ -67,7 +70,7 @@ def test_steps_are_those_of_the_paper(shape: tuple[int, ...]) -> None:
     for gradient in gradients:
         weight.grad = gradient.clone()
         optimizer.step()
-    expected, transposed = value.flatten(1), shape == (10, 6)
+    expected, transposed = value.flatten(1), shape in ((10, 6), (8, 8))
     first = second = projection = torch.zeros(())
     for t, gradient in enumerate(gradients):
         g = gradient.flatten(1).mT if transposed else gradient.flatten(1)
@@ -80,7 +83,7 @@ def test_steps_are_those_of_the_paper(shape: tuple[int, ...]) -> None:
         expected = expected * (1 - 0.1 * 0.2) - 0.1 * (update.mT if transposed else update)
     torch.testing.assert_close(weight.detach().flatten(1), expected, rtol=1e-4, atol=1e-5)
     assert all(isinstance(state, Tensor) for state in optimizer.state[weight].values())
-    assert optimizer.state[weight]["exp_avg"].shape == (3, 10)
+    assert optimizer.state[weight]["exp_avg"].shape == (3, max(value.flatten(1).shape))
 
 
 def low_gradients() -> list[Tensor]:
@@ -165,10 +168,17 @@ def test_state_takes_60_percent_less_than_that_of_adamw_at_the_settings_of_the_p
     assert totals[0] < 0.4 * totals[1]
 
 
-def make(model: Any, distribute: bool, moments: Any = "full") -> Any:
+def rows_of(model: Any) -> list[Any]:
+    """Matrices of a model that can be stepped by rows."""
+    return [
+        p for p in model.parameters() if p.ndim == 2 and p.dtype == torch.float32 and p.requires_grad and has_rows(p)
+    ]
+
+
+def make(model: Any, distribute: bool, moments: Any = "full", on: str = "owners") -> Any:
     hidden = [p for p in model.parameters() if p.ndim == 2 and p.dtype == torch.float32 and p.requires_grad]
     rest = [p for p in model.parameters() if p.requires_grad and not any(p is other for other in hidden)]
-    groups = [{"params": hidden}, {"params": rest, "algorithm": "adamw"}]
+    groups = [{"params": hidden, "on": on}, {"params": rest, "algorithm": "adamw"}]
     optimizer = GaLore(groups, 2, lr=0.1, refresh=3, moments=moments)
     return distribute_optimizer(optimizer, exchange_bytes=600) if distribute else optimizer
 
@@ -191,17 +201,105 @@ def _sharded(mode: str, moments: str) -> None:
     assert_same_values(MODES[mode], plain, model)
 
 
-@pytest.mark.parametrize("moments", ["full", "8bit", "factored"])
+@pytest.mark.parametrize(("mode", "count"), [("fully", 3), ("hybrid", 3), ("columns", 0), ("tensor parallel", 0)])
+def test_rows_have_the_values_of_one_process_up_to_rounding(four_ranks: Ranks, mode: str, count: int) -> None:
+    four_ranks.run(_by_rows, mode, count)
+
+
+def _by_rows(mode: str, count: int) -> None:
+    plain, model = Model(0), MODES[mode](Model(0))
+    optimizers: list[Any] = [make(plain, distribute=False), make(model, distribute=True, on="rows")]
+    for step in range(8):
+        set_gradients(plain, model, step)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_values(MODES[mode], plain, model, to_rounding=True)
+    by_rows = rows_of(model)
+    assert len(by_rows) == count
+    for param in by_rows:
+        state = optimizers[1].state[param]
+        assert state["projection"].shape == (param.shape[1], 2)
+        assert state["exp_avg"].shape == (2, param.shape[0])
+        assert state["exp_avg"]._local_tensor.shape == (2, param._local_tensor.shape[0])
+
+
+class Sent(TorchDispatchMode):
+    """Collectives that are issued meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_rows_send_nothing_between_searches(four_ranks: Ranks) -> None:
+    four_ranks.run(_between_searches)
+
+
+def _between_searches() -> None:
+    model = MODES["fully"](Model(0))
+    optimizer = distribute_optimizer(GaLore([{"params": rows_of(model), "on": "rows"}], 2, refresh=3))
+    assert str(optimizer.simple_fsdp_distribution) == "GaLore steps 3 on rows"
+    issued = []
+    for _ in range(5):
+        set_gradients(Model(0), model, 1)
+        with Sent() as sent:
+            optimizer.step()
+        issued.append(len(sent.names))
+    assert issued[0] == issued[3] > 0
+    assert issued[1] == issued[2] == issued[4] == 0
+
+
+def test_a_search_that_fails_leaves_no_rank_waiting(four_ranks: Ranks) -> None:
+    four_ranks.run(_failing)
+
+
+def _failing() -> None:
+    model = MODES["fully"](Model(0))
+    params = rows_of(model)
+    optimizer = distribute_optimizer(GaLore([{"params": params, "on": "rows"}], 2))
+    set_gradients(Model(0), model, 1)
+    params[2].grad._local_tensor.fill_(math.nan)
+    failure = None
+    try:
+        optimizer.step()
+    except torch.linalg.LinAlgError as error:
+        failure = str(error)
+    found: list[Any] = [None] * 4
+    torch.distributed.all_gather_object(found, failure)
+    assert [each is None for each in found] == [True, True, False, True]
+
+
+def test_a_model_is_stepped_by_rows_where_that_is_possible() -> None:
+    with fake_group(4):
+        model: Any = simple_fsdp(tiny_llama(layers=1))
+        optimizer = galore(model, 8, on="rows")
+        owned = {name_of(each.param) for each in optimizer.simple_fsdp_distribution.owned}
+        assert owned == {f"layers.0.{name}.weight" for name in ("attention.wk", "attention.wv", "feed_forward.w2")}
+        assert str(optimizer.simple_fsdp_distribution).startswith("GaLore steps 4 on rows, 3 on owners, ")
+
+
+@pytest.mark.parametrize(
+    ("moments", "mode", "before", "since"),
+    [
+        *((moments, "tensor parallel", "owners", "owners") for moments in ("full", "8bit", "factored")),
+        *(("full", "fully", *places) for places in (("rows", "rows"), ("rows", "owners"), ("owners", "rows"))),
+    ],
+)
 def test_a_run_is_resumed_in_the_middle_of_a_period_on_other_ranks(
-    two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, moments: str
+    two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, moments: str, mode: str, before: str, since: str
 ) -> None:
-    four_ranks.run(_save, str(tmp_path), moments)
-    two_ranks.run(_load, str(tmp_path), moments)
+    four_ranks.run(_save, str(tmp_path), moments, mode, before)
+    two_ranks.run(_load, str(tmp_path), moments, since, "rows" in (before, since))
 
 
-def _save(folder: str, moments: str) -> None:
-    model = MODES["tensor parallel"](Model(0))
-    optimizer = make(model, distribute=True, moments=moments)
+def _save(folder: str, moments: str, mode: str, on: str) -> None:
+    model = MODES[mode](Model(0))
+    optimizer = make(model, distribute=True, moments=moments, on=on)
     for step in range(4):
         set_gradients(Model(0), model, step)
         optimizer.step()
@@ -210,9 +308,10 @@ def _save(folder: str, moments: str) -> None:
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
 
 
-def _load(folder: str, moments: str) -> None:
+def _load(folder: str, moments: str, on: str, to_rounding: bool) -> None:
     plain, model = Model(0), MODES["fully"](Model(7))
-    reference, optimizer = (make(m, distribute=m is model, moments=moments) for m in (plain, model))
+    reference = make(plain, distribute=False, moments=moments)
+    optimizer = make(model, distribute=True, moments=moments, on=on)
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder, planner=StrictLoadPlanner())
     set_model_state_dict(model, weights)
@@ -222,7 +321,7 @@ def _load(folder: str, moments: str) -> None:
         reference.step()
         if step >= 4:
             optimizer.step()
-    assert_same_values(MODES["fully"], plain, model)
+    assert_same_values(MODES["fully"], plain, model, to_rounding=to_rounding)
 
 
 def test_a_model_is_split_and_what_a_search_keeps_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -249,6 +348,8 @@ def test_what_galore_cannot_step_is_named() -> None:
         ({"rank": 40}, "rank: the model has no hidden matrix of a higher rank than 40"),
         ({"rank": 4, "refresh": 0}, "refresh: expected a positive number, found 0"),
         ({"rank": 4, "moments": "4bit"}, r"moments: expected one of \('full', 'factored', '8bit'\), found '4bit'"),
+        ({"rank": 4, "on": "shards"}, "on: expected 'owners' or 'rows', found 'shards'"),
+        ({"rank": 4, "on": "rows", "moments": "factored"}, "moments: of rows they are 'full', .* found 'factored'"),
         ({"rank": 4, "scale": -1.0}, "scale: expected a number of at least 0, found -1.0"),
         ({"rank": 4, "betas": (1.0, 0.9)}, r"betas: expected from 0 to less than 1, found \(1.0, 0.9\)"),
         ({"rank": 4, "adamw": ["nothing"]}, "adamw: unknown parameter 'nothing'"),
