@@ -219,6 +219,40 @@ def test_the_table_of_the_readme_is_part_of_that_of_overlap():
         assert figures == table[names[name]][:4], name
 
 
+def test_the_table_of_gpus_in_the_readme_rounds_those_of_the_benchmarks():
+    def ratios(title: str, step: int, peak: int) -> dict[tuple[str, str], tuple[float, ...]]:
+        found: dict[tuple[str, str], tuple[float, ...]] = {}
+        label = ""
+        for row in rows(section(PAGES["docs/benchmarks.md"], title)):
+            label = row[0] or label
+            if len(row) > peak and re.fullmatch(r"[\d.]+x", row[step]):
+                found.setdefault((label, row[1]), tuple(float(row[i][:-1]) for i in (step, peak)))
+        return found
+
+    rehearsed, simulated = ratios("## One GPU", 3, 9), ratios("## A GPU that does nothing", 3, 8)
+    labels = {
+        "8B, 64 ranks, 2048 tokens": ("`8b-64-2048`: 64 ranks, 2048 tokens", "2048", "auto"),
+        "8B, 64 ranks, 8192 tokens": ("`8b-64`: 64 ranks, 8192 tokens", "8192", "auto"),
+        "8B, 8 ranks, 4096 tokens": ("`8b-8`: 8 ranks, 4096 tokens", "4096, 8 ranks", "auto"),
+        "8B, 128 ranks, 4096 tokens": ("`8b-128`: 128 ranks, 4096 tokens", "", ""),
+        "8B, 512 ranks, 4096 tokens, budget 21.3 GiB": ("", "4096, 512 ranks", "auto, budget 21.3 GiB"),
+        "70B, 4 layers, 64 ranks, 8192 tokens": (None, "8192, 64 ranks, 4 layers", "auto"),  # measured by layers
+        "70B, 8 layers, 256 ranks, 4096 tokens": ("", "4096, 256 ranks, 8 layers", "auto"),
+    }
+    shown = {row[0]: row[1:] for row in rows(section(PAGES["README.md"], "## On GPUs"))}
+    assert shown.keys() == labels.keys()
+    for name, (scenario, tokens, auto) in labels.items():
+        figures = [simulated.get((tokens, system)) for system in ("block", auto)]
+        cells = iter(shown[name][4:])
+        if scenario is not None:
+            figures = [*(rehearsed.get((scenario, f"{system}, exchange")) for system in ("block", "auto")), *figures]
+            cells = iter(shown[name])
+        for both in figures:
+            for figure in both or (None, None):
+                cell = next(cells)
+                assert cell == "-" if figure is None else abs(float(cell) - figure) < 0.0051, (name, cell, figure)
+
+
 def test_two_real_ranks_have_a_row_for_every_system():
     measured = section(PAGES["docs/benchmarks.md"], "## Two real gloo ranks")
     for system in SYSTEMS:
