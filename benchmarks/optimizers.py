@@ -6,7 +6,7 @@ Times are those of one rank's step, with a network that costs nothing and with o
 collectives and MiB are what that rank issued in one step; memory is the peak of the process in its steps, beyond
 parameters and gradients: state, exchanges and what a step computes. A system runs in a process of its own. Steps of the
 owners' rank are then timed once more, each after a step of the matrices that it owns as if there was nobody else.
-GaLore steps the matrices that it projects from the right (no fewer rows than columns), at a quarter of the width.
+GaLore steps the matrices that it projects from the right (more rows than columns), at a quarter of the width.
 """
 
 import argparse
@@ -56,8 +56,8 @@ def hidden(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def tall(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that all systems of GaLore step: those of Muon that have no fewer rows than columns."""
-    return {name: param for name, param in hidden(model).items() if param.shape[0] >= param.shape[1]}
+    """Return the parameters that all systems of GaLore step: those of Muon that have more rows than columns."""
+    return {name: param for name, param in hidden(model).items() if param.shape[0] > param.shape[1]}
 
 
 def rank_of(model: nn.Module) -> int:

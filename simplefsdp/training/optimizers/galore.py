@@ -33,8 +33,8 @@ def galore(
     """Return an optimizer that steps the hidden matrices of ``model`` by GaLore, and all else by AdamW.
 
     Hidden matrices are those of ``muon``. They are stepped whole, each by the rank that owns it, which alone has its
-    moments and its projection; AdamW steps shards. With ``on="rows"`` those that have no fewer rows than columns, and
-    are sharded along rows, are stepped by rows instead: without any communication between two searches, but each rank
+    moments and its projection; AdamW steps shards. With ``on="rows"`` those that have more rows than columns, and are
+    sharded along rows, are stepped by rows instead: without any communication between two searches, but each rank
     has all projections of them.
 
     Args:

@@ -30,13 +30,13 @@ _POWER_ITERATIONS = 2
 class GaLore(MatrixOptimizer):
     """AdamW or Adafactor on the moments of projected gradients, for matrices, and AdamW for the rest, by groups.
 
-    The gradient of a matrix of a rows and b columns is projected from the side that is shorter: from the left if a < b,
-    else from the right. Moments are (rank, b), or (rank, a), and the step that they make is projected back. The
+    The gradient of a matrix of a rows and b columns is projected from the side that is shorter: from the left if
+    a <= b, else from the right. Moments are (rank, b), or (rank, a), and the step that they make is projected back. The
     projection are the first left, or right, singular vectors of a gradient. All state is tensors (``projection``,
     ``step`` and the moments), so a run that is resumed between two searches goes on in the same subspace. The log
     (``simplefsdp``, INFO) has the share of the gradients' energy that a search keeps.
 
-    Parameters that have their rows on several ranks and no fewer rows than columns are stepped by rows: each rank has
+    Parameters that have their rows on several ranks, and more rows than columns, are stepped by rows: each rank has
     the projection, and the moments of its own rows. Nothing is communicated but in a step that searches: there each
     matrix is gathered, and searched by one rank, which sends the projection to the others.
 
@@ -133,7 +133,7 @@ class GaLore(MatrixOptimizer):
         rows, columns = _sides(param)
         matrix = gradient.reshape(rows, columns)
         seed = group["seed"] + int(self.state[param]["step"])
-        found, energy = search_subspace(matrix if rows < columns else matrix.mT, _rank(param, group), seed)
+        found, energy = search_subspace(matrix if rows <= columns else matrix.mT, _rank(param, group), seed)
         self.state[param]["projection"] = found.contiguous()
         return energy
 
@@ -174,12 +174,12 @@ class GaLore(MatrixOptimizer):
         gradient: Any = local_gradient(param) if by_rows else param.grad
         gradient = gradient.reshape(values.shape[0], math.prod(values.shape[1:]))
         rows, columns = _sides(param)
-        wide = gradient if rows < columns else gradient.mT
+        wide = gradient if rows <= columns else gradient.mT
         state = self.state[param]
         state["step"] += 1
         local = {key: local_tensor(value) for key, value in state.items()} if by_rows else state
         update = local["projection"] @ normalised(local, local["projection"].mT @ wide, group)
-        update = update if rows < columns else update.mT
+        update = update if rows <= columns else update.mT
         values.mul_(1 - group["lr"] * group["weight_decay"])
         values.add_(update.reshape(values.shape), alpha=-group["lr"] * group["scale"])
         for key in local.keys() - state.keys():
@@ -196,7 +196,7 @@ def has_rows(param: Any) -> bool:
     rows, columns = _sides(param)
     split = [placement for placement in param.placements if not isinstance(placement, Replicate)]
     by_rows = len(split) == 1 and type(split[0]) is Shard and split[0].dim == 0
-    return by_rows and rows >= columns and param._local_tensor.device.type == param.device_mesh.device_type
+    return by_rows and rows > columns and param._local_tensor.device.type == param.device_mesh.device_type
 
 
 def _by_rows(param: Tensor, group: dict[str, Any]) -> bool:
