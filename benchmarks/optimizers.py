@@ -10,9 +10,9 @@ GaLore steps the matrices that it projects from the right (more rows than column
 """
 
 import argparse
+import ctypes
 import gc
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -104,9 +104,17 @@ def seconds(optimizer: Any) -> float:
     return time.perf_counter() - started
 
 
-def resident_bytes() -> int:
-    """Return the resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def resident_bytes(most: bool = False) -> int:
+    """Return the resident memory of this process, or the most since ``forget_peak``."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:" if most else "VmRSS:")[2].split()[0]) * 1024
+
+
+def forget_peak() -> None:
+    """Give back what is free, and let ``resident_bytes(most=True)`` begin anew."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def share_of(optimizer: Any, rank: int) -> Muon:
@@ -144,7 +152,7 @@ def measure(system: str, ranks: int, rank: int, dim: int, blocks: int, steps: in
                 else gradient
             )
         optimizer = SYSTEMS[system](model)
-        gc.collect()
+        forget_peak()
         before = resident_bytes()
         optimizer.step()
         world.forget()
@@ -156,7 +164,7 @@ def measure(system: str, ranks: int, rank: int, dim: int, blocks: int, steps: in
         found["collectives"] = dict(Counter(each.kind for each in issued))
         found["collectives"] = {kind: count // (2 * steps) for kind, count in found["collectives"].items()}
         found["mib"] = sum(each.nbytes for each in issued) / (2 * steps) / 2**20
-        found["memory_mib"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 2**20
+        found["memory_mib"] = (resident_bytes(most=True) - before) / 2**20
         if system == "owners":
             found["distribution"] = str(optimizer.simple_fsdp_distribution)
             world.network = None
