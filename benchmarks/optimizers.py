@@ -66,7 +66,7 @@ def rank_of(model: nn.Module) -> int:
 
 
 def ours(optimizer_of: Callable[..., Any], model: nn.Module, stepped: dict[str, nn.Parameter], **settings: Any) -> Any:
-    """Return an optimizer on owners that steps these parameters, and no others."""
+    """Return this library's optimizer of matrices for these parameters, which steps no others."""
     others = [name for name, _ in model.named_parameters() if name not in stepped]
     optimizer = optimizer_of(model, adamw=others, **settings)
     for group in optimizer.param_groups:

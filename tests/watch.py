@@ -1,4 +1,4 @@
-"""Watching operators and memory without a profiler."""
+"""Watching operators, collectives and memory without a profiler."""
 
 from collections import Counter
 from typing import Any
@@ -30,6 +30,19 @@ class Watch(TorchDispatchMode):
     def alive(self) -> int:
         storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.made.values()]
         return sum(storage.nbytes() for storage in storages if storage is not None)
+
+
+class Collectives(TorchDispatchMode):
+    """Collects the names of collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:

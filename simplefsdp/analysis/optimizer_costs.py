@@ -16,7 +16,7 @@ from simplefsdp.training.optimizers.hidden import hidden_matrices
 from simplefsdp.training.optimizers.low_rank import GaLore
 from simplefsdp.training.optimizers.moments import BLOCK
 from simplefsdp.training.optimizers.newton_schulz import Muon
-from simplefsdp.training.optimizers.ownership import Owned, cost, deal, exchange_groups, lanes, layout
+from simplefsdp.training.optimizers.ownership import Owned, cost, deal, exchange_groups, lanes, layout, sides
 from simplefsdp.training.optimizers.ranger21 import Ranger21
 from simplefsdp.training.optimizers.state_size import state_bytes
 
@@ -39,15 +39,11 @@ class _Matrix(NamedTuple):
 
     @property
     def short(self) -> int:
-        return min(self._sides)
+        return min(sides(self.shape))
 
     @property
     def long(self) -> int:
-        return max(self._sides)
-
-    @property
-    def _sides(self) -> tuple[int, int]:
-        return (self.shape[0] if self.shape else 1), math.prod(self.shape[1:])
+        return max(sides(self.shape))
 
     @property
     def itemsize(self) -> int:
@@ -164,7 +160,7 @@ def _state_of(optimizer: torch.optim.Optimizer | None, params: Sequence[Any]) ->
 
     def on_this_rank(param: Any) -> StepState:
         group = group_of[id(param)]
-        if distribution is not None and distribution.ways[group] == "rows":
+        if distribution is not None and distribution.ways[group] == "rows" and param.requires_grad:
             return _of_rows(param, optimizer.param_groups[group])
         return _on_shards([param], moments_bytes=moments_bytes(param))
 
@@ -181,7 +177,7 @@ def _on_shards(params: Sequence[Any], **moments: Any) -> StepState:
 def _of_rows(param: Any, group: Mapping[str, Any]) -> StepState:
     """Return the state of a matrix that GaLore steps by rows: each rank has the projection, and moments of its rows."""
     shards = _on_shards([param], moments_bytes=0)
-    columns = math.prod(param.shape[1:])
+    _, columns = sides(param.shape)
     rank = min(group["rank"], columns)
     rows = shards.gradient_bytes // (columns * param.element_size())
     projection, moments = (param.element_size() * rank * side for side in (columns, 2 * rows))

@@ -67,14 +67,6 @@ def galore(
     if rest:
         groups.append({"params": [*rest.values()], "algorithm": "adamw"})
     log.info("GaLore projects %s; AdamW steps %s", ", ".join(hidden), ", ".join(rest) or "nothing else")
-    settings: Any = {
-        "refresh": refresh,
-        "scale": scale,
-        "betas": betas,
-        "eps": eps,
-        "seed": seed,
-        "moments": moments,
-        "on": on,
-    }
-    optimizer = GaLore(groups, rank, lr, weight_decay=weight_decay, **settings)
+    settings: Any = {"refresh": refresh, "scale": scale, "betas": betas, "eps": eps, "seed": seed, "moments": moments}
+    optimizer = GaLore(groups, rank, lr, on=on, weight_decay=weight_decay, **settings)
     return distribute_optimizer(optimizer, exchange_bytes=exchange_bytes)

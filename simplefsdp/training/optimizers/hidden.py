@@ -1,11 +1,11 @@
 """Which parameters of a model are hidden matrices, that optimizers of matrices are meant for."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
 from simplefsdp.text.messages import matching
+from simplefsdp.training.optimizers.ownership import sides
 
 
 def hidden_matrices(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -49,6 +49,6 @@ def split_parameters(
     hidden = {
         name: param
         for name, param in hidden_matrices(model, named).items()
-        if name not in others and min(param.shape[0], math.prod(param.shape[1:])) >= shortest_side
+        if name not in others and min(sides(param.shape)) >= shortest_side
     }
     return hidden, {name: param for name, param in named.items() if name not in hidden}

@@ -6,8 +6,7 @@ al., "GaLore 2" (arXiv 2504.20437), for the randomised search; its algorithm is 
 """
 
 import logging
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from inductor_passes.torch_compat.distributed import is_single_process_group
 from inductor_passes.torch_compat.dtensor import dtensor, local_tensor
 from simplefsdp.training.optimizers.exchange import local_gradient, process_group
 from simplefsdp.training.optimizers.matrix_optimizer import MatrixOptimizer
 from simplefsdp.training.optimizers.moments import Moments, check_moments, normalised
-from simplefsdp.training.optimizers.ownership import layout
+from simplefsdp.training.optimizers.ownership import layout, sides
 
 log = logging.getLogger("simplefsdp")
 
@@ -36,8 +36,8 @@ class GaLore(MatrixOptimizer):
     ``step`` and the moments), so a run that is resumed between two searches goes on in the same subspace. The log
     (``simplefsdp``, INFO) has the share of the gradients' energy that a search keeps.
 
-    Parameters that have their rows on several ranks, and more rows than columns, are stepped by rows: each rank has
-    the projection, and the moments of its own rows. Nothing is communicated but in a step that searches: there each
+    A ``DTensor`` that has its rows on several ranks, and more rows than columns, is stepped by rows: each rank has the
+    projection, and the moments of its own rows. Nothing is communicated but in a step that searches: there each
     matrix is gathered, and searched by one rank, which sends the projection to the others.
 
     Args:
@@ -117,9 +117,8 @@ class GaLore(MatrixOptimizer):
             if not self.state[param]:
                 self.state[param]["step"] = torch.zeros((), dtype=torch.float32)
         due = [param for param in params if int(self.state[param]["step"]) % group["refresh"] == 0]
-        by_rows = [param for param in due if _by_rows(param, group)]
         energies = [self._search(param, param.grad, group) for param in due if not _by_rows(param, group)]
-        energies += self._search_for_all(by_rows, group)
+        energies += self._search_for_all([param for param in due if _by_rows(param, group)], group)
         for param in params:
             self._step_projected(param, group)
         if energies:
@@ -130,7 +129,7 @@ class GaLore(MatrixOptimizer):
 
     def _search(self, param: Tensor, gradient: Any, group: dict[str, Any]) -> Tensor:
         """Search the subspace of a whole gradient, and return the share of its energy that is kept."""
-        rows, columns = _sides(param)
+        rows, columns = sides(param.shape)
         matrix = gradient.reshape(rows, columns)
         seed = group["seed"] + int(self.state[param]["step"])
         found, energy = search_subspace(matrix if rows <= columns else matrix.mT, _rank(param, group), seed)
@@ -142,27 +141,24 @@ class GaLore(MatrixOptimizer):
 
         An error of a search is raised once the other ranks have what they wait for.
         """
-        by_mesh: dict[Any, list[Any]] = {}
-        for param in params:
-            by_mesh.setdefault(param.device_mesh, []).append(param)
         energies: list[Tensor] = []
         failure: Exception | None = None
-        for mesh, members in by_mesh.items():
-            ranks = layout(members[0]).ranks
-            for first in range(0, len(members), len(ranks)):
-                searched = dict(zip(ranks, members[first : first + len(ranks)], strict=False))
-                for rank, param in searched.items():
-                    gradient = param.grad.full_tensor().to(param.dtype)
-                    if rank == dist.get_rank():
-                        mine = gradient
-                    self.state[param]["projection"] = gradient.new_zeros(_sides(param)[1], _rank(param, group))
-                if (param := searched.get(dist.get_rank())) is not None:
-                    try:
-                        energies.append(self._search(param, mine, group))
-                    except Exception as error:
-                        failure = error
-                for rank, param in searched.items() if len(ranks) > 1 else ():
-                    dist.broadcast(self.state[param]["projection"], rank, process_group(mesh))
+        for searched in _one_for_each_rank(params):
+            mine: tuple[Any, Tensor] | None = None
+            for rank, param in searched.items():
+                gradient = param.grad.full_tensor().to(param.dtype)
+                if rank == dist.get_rank():
+                    mine = param, gradient
+                self.state[param]["projection"] = gradient.new_zeros(sides(param.shape)[1], _rank(param, group))
+            if mine is not None:
+                try:
+                    energies.append(self._search(*mine, group))
+                except Exception as error:
+                    failure = error
+            for rank, param in searched.items():
+                ranks = process_group(param.device_mesh)
+                if not is_single_process_group(ranks.group_name):
+                    dist.broadcast(self.state[param]["projection"], rank, ranks)
         if failure is not None:
             raise failure
         return energies
@@ -172,8 +168,8 @@ class GaLore(MatrixOptimizer):
         by_rows = _by_rows(param, group)
         values: Any = local_tensor(param) if by_rows else param
         gradient: Any = local_gradient(param) if by_rows else param.grad
-        gradient = gradient.reshape(values.shape[0], math.prod(values.shape[1:]))
-        rows, columns = _sides(param)
+        gradient = gradient.reshape(sides(values.shape))
+        rows, columns = sides(param.shape)
         wide = gradient if rows <= columns else gradient.mT
         state = self.state[param]
         state["step"] += 1
@@ -182,8 +178,9 @@ class GaLore(MatrixOptimizer):
         update = update if rows <= columns else update.mT
         values.mul_(1 - group["lr"] * group["weight_decay"])
         values.add_(update.reshape(values.shape), alpha=-group["lr"] * group["scale"])
-        for key in local.keys() - state.keys():
-            state[key] = _of_columns(param, local[key], rows)
+        for key, value in local.items():  # in the same order on every rank, as torch gathers state in its order
+            if key not in state:
+                state[key] = _of_columns(param, value, rows)
 
 
 def has_rows(param: Any) -> bool:
@@ -193,7 +190,7 @@ def has_rows(param: Any) -> bool:
     """
     if not isinstance(param, DTensor):
         return False
-    rows, columns = _sides(param)
+    rows, columns = sides(param.shape)
     split = [placement for placement in param.placements if not isinstance(placement, Replicate)]
     by_rows = len(split) == 1 and type(split[0]) is Shard and split[0].dim == 0
     return by_rows and rows > columns and param._local_tensor.device.type == param.device_mesh.device_type
@@ -205,12 +202,18 @@ def _by_rows(param: Tensor, group: dict[str, Any]) -> bool:
 
 
 def _rank(param: Tensor, group: dict[str, Any]) -> int:
-    return min(group["rank"], *_sides(param))
+    return min(group["rank"], *sides(param.shape))
 
 
-def _sides(param: Tensor) -> tuple[int, int]:
-    """Return the rows and columns of a parameter; trailing dims count as one."""
-    return param.shape[0], math.prod(param.shape[1:])
+def _one_for_each_rank(params: Sequence[Any]) -> Iterator[dict[int, Any]]:
+    """Yield parameters by the rank that searches them, as many at once as a mesh has ranks."""
+    by_mesh: dict[Any, list[Any]] = {}
+    for param in params:
+        by_mesh.setdefault(param.device_mesh, []).append(param)
+    for members in by_mesh.values():
+        ranks = layout(members[0]).ranks
+        for first in range(0, len(members), len(ranks)):
+            yield dict(zip(ranks, members[first : first + len(ranks)], strict=False))
 
 
 def _of_columns(param: Any, local: Tensor, columns: int) -> DTensor:

@@ -91,6 +91,11 @@ def _shape(part: Part) -> tuple[int, ...]:
     return tuple(each.stop - each.start for each in part)
 
 
+def sides(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the rows and columns of a parameter as a matrix: trailing dims count as one."""
+    return (shape[0] if shape else 1), math.prod(shape[1:])
+
+
 def cost(shape: Sequence[int]) -> float:
     """Return what the step of a matrix is taken to cost: rows x columns x the lesser of both, as a product of matrices.
 
@@ -98,7 +103,7 @@ def cost(shape: Sequence[int]) -> float:
     """
     if len(shape) < 2:
         return float(math.prod(shape))
-    rows, columns = shape[0], math.prod(shape[1:])
+    rows, columns = sides(shape)
     return float(rows * columns * min(rows, columns))
 
 

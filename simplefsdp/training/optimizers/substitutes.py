@@ -51,10 +51,10 @@ def substitution(optimizer: torch.optim.Optimizer) -> Iterator[Call]:
             group.update({"params": [tensors[id(param)] for param in whole if id(param) in tensors], **before})
         for param, tensor, _ in substitutes:
             if param in state:
-                as_it_is = tensor is param
-                optimizer.state[tensor] = {
-                    key: value if as_it_is else local_tensor(value) for key, value in state[param].items()
-                }
+                of = state[param]
+                optimizer.state[tensor] = (
+                    of if tensor is param else {key: local_tensor(value) for key, value in of.items()}
+                )
         try:
             type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
         finally:

@@ -87,6 +87,20 @@ def test_of_an_optimizer_that_was_seen_the_state_is_known_before_its_first_step(
     assert (predicted.exchange_bytes > 0) == bool(distribution and distribution.owned)
 
 
+def test_a_frozen_matrix_has_no_state_by_rows() -> None:
+    with fake_group(4):
+        model: Any = simple_fsdp(tiny_llama(layers=1))
+        optimizer = galore(model, rank=8, on="rows")
+        weight = model.layers[0].feed_forward.w1.weight
+        trained = state_of_parameters([weight])
+        weight.requires_grad_(False)
+        frozen = state_of_parameters([weight])
+    assert optimizer.state == {}
+    assert trained.products
+    assert frozen.products == ()
+    assert trained.resident_bytes - frozen.resident_bytes == 4 * 8 * (36 + 2 * 13)  # 50 rows, 13 of them here
+
+
 def test_two_optimizers_of_a_model_take_their_steps_one_after_the_other() -> None:
     with fake_group(4):
         model = simple_fsdp(tiny_llama(layers=2))

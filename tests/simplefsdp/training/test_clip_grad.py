@@ -1,7 +1,6 @@
 """Clipping: what ``torch.nn.utils.clip_grad_norm_`` makes of the whole gradients, on every kind of mesh."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -9,13 +8,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from simplefsdp import clip_grad_norm_, simple_fsdp
 from tests.compare import whole
 from tests.models import local
 from tests.ranks import Ranks
 from tests.simplefsdp.frontend.test_tensor_parallel import branches, mesh_of, vectors
+from tests.watch import Collectives
 
 
 def models(kind: str) -> nn.Module:
@@ -68,17 +67,9 @@ def test_each_dimension_of_a_mesh_is_reduced_over_once(four_ranks: Ranks) -> Non
 def _count() -> None:
     model = models("tensor parallel")
     model(*vectors(0, 0)).sum().backward()
-    called: list[Any] = []
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace == "c10d":
-                called.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Count():
+    with Collectives() as collectives:
         clip_grad_norm_(model.parameters(), 1.0)
-    assert len(called) == 2
+    assert len(collectives.seen) == 2
 
 
 def test_one_rank_may_have_no_gradient_and_a_norm_that_is_not_finite_is_told_to_all(four_ranks: Ranks) -> None:

@@ -12,11 +12,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from simplefsdp import distribute_optimizer, galore, simple_fsdp
 from simplefsdp.models import llama
@@ -27,6 +27,7 @@ from simplefsdp.training.optimizers.probe import way_of
 from tests.models import tiny_llama
 from tests.ranks import Ranks, fake_group
 from tests.simplefsdp.training.optimizers.test_distribute import MODES, Model, assert_same_values, set_gradients
+from tests.watch import Collectives
 
 
 def decaying(rows: int, columns: int, decay: float) -> Tensor:
@@ -216,24 +217,16 @@ def _by_rows(mode: str, count: int) -> None:
     assert_same_values(MODES[mode], plain, model, to_rounding=True)
     by_rows = rows_of(model)
     assert len(by_rows) == count
+    full: Any = get_optimizer_state_dict(model, optimizers[1], options=StateDictOptions(full_state_dict=True))
+    for name, param in plain.named_parameters():
+        for key, value in optimizers[0].state.get(param, {}).items():
+            torch.testing.assert_close(full["state"][name][key], value, rtol=1e-4, atol=1e-5)
     for param in by_rows:
         state = optimizers[1].state[param]
+        assert [*state] == ["step", "projection", "exp_avg", "exp_avg_sq"]
         assert state["projection"].shape == (param.shape[1], 2)
         assert state["exp_avg"].shape == (2, param.shape[0])
         assert state["exp_avg"]._local_tensor.shape == (2, param._local_tensor.shape[0])
-
-
-class Sent(TorchDispatchMode):
-    """Collectives that are issued meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
 
 
 def test_rows_send_nothing_between_searches(four_ranks: Ranks) -> None:
@@ -247,9 +240,9 @@ def _between_searches() -> None:
     issued = []
     for _ in range(5):
         set_gradients(Model(0), model, 1)
-        with Sent() as sent:
+        with Collectives() as collectives:
             optimizer.step()
-        issued.append(len(sent.names))
+        issued.append(len(collectives.seen))
     assert issued[0] == issued[3] > 0
     assert issued[1] == issued[2] == issued[4] == 0
 

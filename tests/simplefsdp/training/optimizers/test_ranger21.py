@@ -10,13 +10,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from simplefsdp import Ranger21, simple_fsdp
 from simplefsdp.training.checkpoint import StrictLoadPlanner
 from tests.compare import whole
 from tests.ranks import Ranks
 from tests.simplefsdp.training.optimizers.test_distribute import MODES, Model, set_gradients
+from tests.watch import Collectives
 
 SETTINGS: dict[str, Any] = {
     "lr": 0.05,
@@ -119,19 +119,6 @@ def assert_close(model: nn.Module, plain: nn.Module) -> None:
         tolerance = 1e-4 if param.dtype == torch.float32 else 0.02
         found, expected = whole(param), other.detach()
         assert torch.allclose(found, expected, rtol=tolerance, atol=tolerance / 10), (name, found - expected)
-
-
-class Collectives(TorchDispatchMode):
-    """Collects the names of collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.seen.append(func.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("mode", MODES)
