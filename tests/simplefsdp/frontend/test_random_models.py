@@ -114,10 +114,13 @@ models = st.builds(
 )
 
 
-def trains_as_in_a_single_process(model: Model) -> None:
-    """Train ``model`` on a rank, and beside it in one process; raise ``AssertionError`` where they differ."""
+def train_beside_a_single_process(model: Model) -> nn.Module:
+    """Train ``model`` on a rank, and beside it in one process; raise ``AssertionError`` where they differ.
+
+    Returns the sharded model.
+    """
     torch.manual_seed(0)
-    same_steps(
+    return same_steps(
         model.build,
         model.lowering,
         wrap=model.shard,
@@ -127,11 +130,15 @@ def trains_as_in_a_single_process(model: Model) -> None:
     )
 
 
+def _trains_as_in_a_single_process(model: Model) -> None:
+    train_beside_a_single_process(model)
+
+
 @pytest.mark.slow
 def test_random_models_train_as_in_a_single_process(two_ranks: Ranks) -> None:
-    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(models)
     def check(model: Model) -> None:
-        two_ranks.run(trains_as_in_a_single_process, model)
+        two_ranks.run(_trains_as_in_a_single_process, model)
 
     check()
