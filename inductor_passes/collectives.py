@@ -60,7 +60,7 @@ CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.d
 PADS = (torch.ops.aten.constant_pad_nd.default,)
 COPIES = (torch.ops.aten.clone.default,)
 MOVES = (torch.ops.aten.permute.default,)
-_COMPLEX = (torch.ops.aten.view_as_real.default,)
+_REINTERPRETED = (torch.ops.aten.view_as_real.default, torch.ops.aten.view.dtype)
 _VIEW_AS_COMPLEX = torch.ops.aten.view_as_complex.default
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
@@ -276,7 +276,7 @@ def prepares_a_shard(node: Node) -> bool:
     """Return whether ``node`` is one that may lie between a shard and its all-gather."""
     if node.target in _VIEWS:  # DTensor.to_local takes a view of the same shape
         return node.meta["val"].shape == node.all_input_nodes[0].meta["val"].shape
-    return node.target in (*CASTS, *PADS, *MOVES, *COPIES, *_COMPLEX, TO_DEVICE)
+    return node.target in (*CASTS, *PADS, *MOVES, *COPIES, *_REINTERPRETED, TO_DEVICE)
 
 
 def _becomes_complex(node: Node) -> bool:

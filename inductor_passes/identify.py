@@ -58,7 +58,7 @@ def identify(graph: Graph, params: Mapping[int, GraphParameter]) -> list[str]:
         _merge_gathers(params[index], _reachable(shard, ALL_GATHER))
     missed = []
     for index, gradient in parameter_gradients(graph).items():
-        if index not in params:
+        if index not in params or not params[index].groups:
             continue
         if not _merge_reductions(params[index], gradient) and not params[index].is_exchanged:
             missed.append(params[index].fqn)

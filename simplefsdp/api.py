@@ -208,18 +208,24 @@ def simple_fsdp(
     lookups = _per_parameter("embedding_lookup", embedding_lookup, list(new), "gather")
     by_glob = isinstance(embedding_lookup, dict)
     exchanged = exchanged_embeddings(model, new, lookups, by_glob, mode, mesh.size(), offloads)
+    encodes = any(form.reduce for form in wire_formats.values())
+    shard_group, replica_group = _with_others(*_groups(mode, mesh), encodes)
+    if shard_group is None:
+        exchanged = []
     placements |= dict.fromkeys(exchanged, (Shard(1),))
     wire_formats |= dict.fromkeys(exchanged, WireFormat())
-    shard_group, replica_group = _groups(mode, mesh)
     for fqn, param in new.items():
         check_wire_format(fqn, param, wire_formats[fqn], mode, replica_group.ranks if replica_group else 1, mp_policy)
-    narrows = mode == "fully_shard" and any(form.reduce for form in wire_formats.values())
+    narrows = mode == "fully_shard" and shard_group is not None and encodes
     on_node = node_size(ranks_per_node) if narrows or ranks_per_node is not None else 1
     nodes = node_groups(mesh.get_group(), on_node) if narrows else None
-    if shard_group is not None and replica_group is not None and replica_group.ranks > 1:
+    if shard_group is not None and replica_group is not None:
         nodes = NodeGroups(*shard_group, *replica_group)
 
-    sharded_model = ShardedModel(tuple((fqn, tuple(param.shape)) for fqn, param in params.items()))
+    sharded_model = ShardedModel(
+        tuple((fqn, tuple(param.shape)) for fqn, param in params.items()),
+        on_meta={fqn for fqn, param in params.items() if param.is_meta},
+    )
     sharded: dict[int, tuple[nn.Parameter, ShardedParameter]] = {}
     made: dict[str, ShardedParameter] = {}
     samples: dict[str, torch.Tensor | None] = {}
@@ -233,7 +239,7 @@ def simple_fsdp(
         own = local_tensor(param)
         comm = Communication(
             shape=tuple(own.shape),
-            dim=next((p.dim for p in placements[fqn] if isinstance(p, Shard)), None),
+            dim=next((p.dim for p in placements[fqn] if shard_group and isinstance(p, Shard)), None),
             shard_group=shard_group,
             replica_group=replica_group,
             param_dtype=mp_policy.param_dtype if param.is_floating_point() and id(param) not in former else None,
@@ -291,6 +297,21 @@ def _groups(mode: str, mesh: DeviceMesh) -> tuple[Group | None, Group | None]:
     if mode == "hybrid_shard":
         return groups[1], groups[0]
     return (groups[0], None) if mode == "fully_shard" else (None, groups[0])
+
+
+def _with_others(
+    shard_group: Group | None, replica_group: Group | None, encodes: bool
+) -> tuple[Group | None, Group | None]:
+    """Return both groups of a parameter, ``None`` in place of one in which this rank is alone: it needs no collective.
+
+    Args:
+        encodes: whether gradients have wire formats, in which a group of shards sends them to replicas, however small.
+    """
+    if replica_group is not None and replica_group.ranks == 1:
+        replica_group = None
+    if shard_group is not None and shard_group.ranks == 1 and not (encodes and replica_group is not None):
+        shard_group = None
+    return shard_group, replica_group
 
 
 def _ignored(model: nn.Module, ignored_params: Iterable[nn.Parameter] | None) -> dict[int, nn.Parameter]:

@@ -48,8 +48,10 @@ def vectors(step: int, rank: int, rows: int = 3) -> Tensor:
 
 
 def whole(tensor: Any) -> Tensor:
-    """The value of a DTensor, or the tensor itself."""
+    """The value of a DTensor, or the tensor itself; float8, with which nothing computes, in float32."""
     tensor = tensor.detach()
+    if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+        tensor = tensor.float()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -119,6 +121,6 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
             continue
         allowed = 0.02 if value.dtype is torch.bfloat16 else tolerance
         try:
-            torch.testing.assert_close(whole(found[name]), value, rtol=allowed, atol=allowed)
+            torch.testing.assert_close(whole(found[name]), whole(value), rtol=allowed, atol=allowed)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None

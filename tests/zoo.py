@@ -22,6 +22,20 @@ class Residual(nn.Module):
         return x
 
 
+class Slices(nn.Module):
+    """Calls parts of its containers, as early exits and pipelines do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+        self.sequence = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers[1:], *self.layers[:1]):
+            x = x + 0.5 * layer(x)
+        return self.sequence[1:](self.sequence[:1](x))
+
+
 class Checkpointed(Residual):
     reentrant = False
 
@@ -78,6 +92,13 @@ class Complex(Parameters):
 class Integer(Parameters):
     def forward(self, x: Tensor) -> Tensor:
         return x[:, self.weight]
+
+
+class OneByte(Parameters):
+    """A mask, or a scale that is stored in float8; uneven on two ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * (x @ self.weight.to(x.dtype).t()).sum(-1, keepdim=True)
 
 
 class Three(Parameters):
@@ -276,6 +297,8 @@ PARAMETERS: dict[str, Callable[[], nn.Module]] = {
         FewerRowsThanRanks(torch.randn(1, 1)), Complex(torch.randn(DIM, dtype=torch.complex64))
     ),
     "integer": lambda: Integer(torch.randperm(DIM), requires_grad=False),
+    "bool": lambda: OneByte(torch.randn(5, DIM) > 0, requires_grad=False),
+    "float8": lambda: OneByte(torch.randn(5, DIM).to(torch.float8_e4m3fn), requires_grad=False),
     "three dims": lambda: Three(torch.randn(DIM, 5, DIM) * 0.2),
     "in a ParameterList": InList,
     "in a ParameterDict": InDict,
@@ -301,6 +324,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "torch.func": Vmapped,
     "custom __getattr__": ForwardsAttributes,
     "other methods": OtherMethods,
+    "slices": Slices,
     "checkpoint": lambda: Checkpointed(nn.Linear(DIM, DIM), UsedTwice()),
     "reentrant checkpoint": lambda: CheckpointedReentrant(nn.Linear(DIM, DIM), UsedTwice()),
 }

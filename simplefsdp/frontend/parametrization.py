@@ -38,8 +38,10 @@ from simplefsdp.frontend import eager_resharding, embedding_lookup
 from simplefsdp.frontend.compare_sharding import compare_sharding
 from simplefsdp.frontend.fsdp_methods import FSDPMethods
 from simplefsdp.frontend.initialization import sharded_init
-from simplefsdp.frontend.sharding import ShardedModel, ShardedParameter, shard
+from simplefsdp.frontend.other_tools import refuse_composable, refusing_methods
+from simplefsdp.frontend.sharding import WITHOUT_VALUES, ShardedModel, ShardedParameter, shard
 from simplefsdp.frontend.unshard import unshard
+from simplefsdp.text.messages import fqn_range
 
 
 @dataclass
@@ -68,6 +70,10 @@ class ShardedModule(nn.Module):
     """Mixed into the class of every module at or above a sharded parameter."""
 
     _simple_fsdp: ShardedModuleState
+
+    def __new__(cls, *args, **kwargs):
+        # Another such module, as a slice of nn.Sequential, is no sharded one, though what it is made of may be.
+        return cls._simple_fsdp_base(*args, **kwargs)  # type: ignore[attr-defined]
 
     def __init_subclass__(cls, **kwargs):
         # What a model's own class does with its subclasses (registries, required arguments) is not for this one.
@@ -129,6 +135,10 @@ class ShardedModule(nn.Module):
 
     def __deepcopy__(self, memo):
         memo[id(self)] = twin = object.__new__(type(self))
+        for param in self._parameters.values():
+            # torch copies no DTensor whose local tensor begins inside of a storage, as a gradient in a bucket does.
+            if param is not None and (grad := param.grad) is not None and id(grad) not in memo:
+                memo[id(grad)] = grad.clone()
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         own = twin._simple_fsdp
         own.ending.clear()  # its backward is not waited for
@@ -151,6 +161,8 @@ def _call(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
     if state.children != (children := tuple(map(id, module._modules.values()))):
         _check_children(module)
         state.children = children
+    if state.model is not None and state.model.on_meta:
+        _check_values(module, state.model)
     if state.model is not None and state.model.uncompared and torch.is_grad_enabled():
         compare_sharding(state.model, module)
     # Not inside_torch_compile(): Dynamo would see a Python function called from here, and trace it.
@@ -223,6 +235,15 @@ def _apply_where_it_is_kept(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> T
         )
     result = fn(tensor)
     return result.cpu() if offloaded and not result.is_meta else result
+
+
+@torch.compiler.disable
+def _check_values(module: nn.Module, model: ShardedModel) -> None:
+    """Raise if a parameter or buffer is on ``meta`` still."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    if without := [name for name, tensor in tensors if tensor.is_meta]:
+        raise RuntimeError(WITHOUT_VALUES.format(fqn_range(without)))
+    model.on_meta.clear()
 
 
 @torch.compiler.disable
@@ -360,6 +381,7 @@ def _sharded_class(base: type[nn.Module], names: tuple[str, ...], casts: bool, e
         namespace["forward"] = _casting(forward) if casts else forward
     if issubclass(base, nn.RNNBase):
         namespace |= _RNN
+    namespace |= refusing_methods(base)
     # Controls last: a model's own method of such a name is the one that its code means.
     return type(base.__name__, (ShardedModule, base, FSDPMethods), namespace)
 
@@ -379,4 +401,5 @@ def parametrize(module: nn.Module, state: ShardedModuleState) -> None:
             module.__dict__.pop(name, None)
     exchanges = any(info.communication.is_exchanged for info in state.params.values())
     module.__class__ = _sharded_class(base, tuple(state.params), casts, exchanges)  # type: ignore[arg-type]
+    refuse_composable(module)
     attach(module)

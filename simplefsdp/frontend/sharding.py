@@ -60,9 +60,10 @@ class Communication(NamedTuple):
     dim: int | None
     """Dim of the shards; ``None``: every rank holds the whole."""
     shard_group: Group | None
-    """Ranks that hold different shards; gradients are reduced over them first (all-reduced if ``dim`` is ``None``)."""
+    """Ranks that hold different shards; gradients are reduced over them first (all-reduced if ``dim`` is ``None``).
+    ``None``: this rank holds the whole."""
     replica_group: Group | None
-    """Ranks that hold the same shard; gradients are then all-reduced over them."""
+    """Ranks that hold the same shard; gradients are then all-reduced over them. ``None``: there is no other."""
     param_dtype: torch.dtype | None = None
     """Dtype of the gathered weight; ``None``: that of the shard."""
     reduce_dtype: torch.dtype | None = None
@@ -140,6 +141,8 @@ class ShardedModel:
     """FQN and whole shape of each parameter, in registration order."""
     uncompared: dict[str, "Uncompared"] = field(default_factory=dict)
     """Facts about each parameter, by FQN; empty once the ranks have compared them."""
+    on_meta: set[str] = field(default_factory=set)
+    """FQNs of parameters that were sharded on ``meta``; empty once a call has found values in all."""
     errors: dict[str, Tensor] = field(default_factory=dict)
     """Rounding errors of sums of gradients that are fed back, (numel of the shard,), float32, by FQN."""
     holders: dict[str, tuple[weakref.ref[nn.Module], str]] = field(default_factory=dict)
@@ -183,6 +186,12 @@ class ShardedParameter:
         return DTensor.from_local(
             full, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
         )
+
+
+WITHOUT_VALUES = (
+    "{}: on meta, without values. Before the first call of the model: model.to_empty(device=...), and then load a "
+    "checkpoint, or initialise inside of sharded_init()"
+)
 
 
 class ReplacedByShard(Tensor):
@@ -281,13 +290,20 @@ def _part(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) ->
 
 
 def all_gather(local: Tensor, comm: Communication) -> Tensor:
-    """Return the full weight, in ``param_dtype``, from this rank's shard. Not differentiable."""
+    """Return the full weight, in ``param_dtype``, from this rank's shard. Not differentiable.
+
+    float8 and bool are gathered as bytes: gloo has no float8, and TorchInductor makes int64 of bool before a gather.
+    """
     if 0 in comm.shape:
         return local.new_empty(comm.shape, dtype=comm.param_dtype, device=comm.device)
     if comm.device is not None:
         local = TO_DEVICE(local, comm.device)
     if comm.dim is None or comm.shard_group is None:
         return local.view_as(local) if comm.param_dtype is None else local.to(comm.param_dtype)
+    if is_float8(local.dtype) and comm.param_dtype in (None, local.dtype):
+        return all_gather(local.view(torch.uint8), comm._replace(param_dtype=None)).view(local.dtype)
+    if local.dtype is torch.bool:
+        return all_gather(local.to(torch.uint8), comm).to(torch.bool)
     ranks, rows = comm.shard_group.ranks, comm.shape[comm.dim]
     local = local.movedim(comm.dim, 0) if comm.dim else local
     padded = -(-rows // ranks)
@@ -401,6 +417,10 @@ def _pad_rows(x: Tensor, rows: int) -> Tensor:
     return nn.functional.pad(x, [0, 0] * (x.ndim - 1) + [0, rows - x.shape[0]])
 
 
+def is_float8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
 def _as_real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
@@ -415,7 +435,7 @@ def _division(dtype: torch.dtype, ranks: list[int], factor: float | None) -> tup
     if dtype in (torch.float32, torch.bfloat16):
         if factor is None:  # NCCL's average may be wrong on one rank
             return ["avg" if total > 1 else "sum"] * len(ranks), 1, 1
-        if factor == ranks[0] and total > 1:
+        if total > 1 and factor == ranks[0]:
             return ["avg", "sum"][: len(ranks)], 1, 1
         return ["sum"] * len(ranks), 1, factor
     factor = total if factor is None else factor

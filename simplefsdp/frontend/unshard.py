@@ -15,7 +15,7 @@ from inductor_passes.ops.accumulate import ACCUMULATE, ADD_UP
 from inductor_passes.ops.call import call
 from inductor_passes.torch_compat.autograd import keep_gradient_dtype, temporarily_clear_interpreter_stack
 from inductor_passes.torch_compat.dtensor import as_global, local_tensor, to_local
-from simplefsdp.frontend.sharding import Communication, all_gather, decode, reduce, sum_dtype
+from simplefsdp.frontend.sharding import WITHOUT_VALUES, Communication, all_gather, decode, reduce, sum_dtype
 
 
 def _all_gather(local: Tensor, comm: Communication) -> Tensor:
@@ -127,6 +127,8 @@ def unshard(
     ``Communication``, encoded.
     """
     comm = decode(key)
+    if param.device.type == "meta":
+        raise RuntimeError(WITHOUT_VALUES.format(f"a parameter of shape {tuple(param.shape)}"))
     with temporarily_clear_interpreter_stack():
         if receiver is not None:
             return _GatherAndAccumulate.apply(receiver, to_local(param), comm)

@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 from inductor_passes.ops.wire_formats import DTYPES, REDUCE_FORMATS
 from inductor_passes.torch_compat.dtensor import concatenate_meshes
 from simplefsdp.frontend.embedding_lookup import LOOKUPS
+from simplefsdp.frontend.other_tools import parallel_already
 from simplefsdp.frontend.parametrization import ShardedModule
 from simplefsdp.frontend.sharding import ShardedModel
 from simplefsdp.frontend.wire_format import WireFormat, sends_less_to_replicas
@@ -196,10 +197,7 @@ def refuse_other_wrappers() -> None:
     def check(module: nn.Module, _name: str, inner: nn.Module | None) -> None:
         parts = inner.modules() if inner is not None and isinstance(module, _WRAPPERS) else ()
         if any(isinstance(part, ShardedModule) for part in parts):
-            raise ValueError(
-                f"{type(module).__name__}: its model is data parallel by simple_fsdp already; train "
-                "it as it is. mode='replicate' and mode='hybrid_shard' of simple_fsdp() make replicas"
-            )
+            raise parallel_already(type(module).__name__)
 
     register_module_module_registration_hook(check)
 

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from inductor_passes.runtime.agreement import Subject, compare
+from inductor_passes.torch_compat.dtensor import dtensor
+from simplefsdp.frontend.sharding import is_float8
 
 _SUBJECT = Subject(
     differ="do not gather the same whole weights",
@@ -67,8 +69,11 @@ def _whole(value: DTensor) -> Tensor:
     on_mesh: Any = value.detach()
     if on_mesh.device.type != value.device_mesh.device_type:
         on_mesh = on_mesh.to(value.device_mesh.device_type)
+    if is_float8(value.dtype):
+        as_bytes = on_mesh._local_tensor.view(torch.uint8)
+        on_mesh = dtensor(as_bytes, value.device_mesh, value.placements, value.shape)
     whole: Tensor = on_mesh.full_tensor()
-    return whole
+    return whole.view(value.dtype)
 
 
 def _on_cpu(value: Any) -> Any:

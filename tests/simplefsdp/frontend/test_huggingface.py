@@ -1,5 +1,6 @@
 """Models of HuggingFace transformers, built from a configuration: five steps as in a single process."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,20 @@ def tokens(step: int, rank: int) -> Tensor:
 )
 def test_huggingface_models_train_as_in_a_single_process(two_ranks: Ranks, kind: str, lowering: str) -> None:
     two_ranks.run(_trains, kind, lowering)
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_methods_that_need_whole_weights_say_what_to_do(tmp_path: Path) -> None:
+    config = CONFIGS["Llama, tied"]()
+    model = simple_fsdp(transformers.AutoModelForCausalLM.from_config(config))
+    for given in ({}, {"state_dict": model.state_dict()}):
+        with pytest.raises(ValueError, match=r"save_pretrained: .*shards.*full_state_dict.*state_dict=state"):
+            model.save_pretrained(tmp_path, **given)
+    with pytest.raises(RuntimeError, match=r"resize_token_embeddings: .*shards; resize before simple_fsdp"):
+        model.resize_token_embeddings(40)
+    assert model.resize_token_embeddings() is model.get_input_embeddings()
+    model.save_pretrained(tmp_path, state_dict=transformers.AutoModelForCausalLM.from_config(config).state_dict())
+    assert (tmp_path / "model.safetensors").exists()
 
 
 def _trains(kind: str, lowering: str) -> None:

@@ -1,5 +1,6 @@
 """Modes, placements, divide factors and parts with their own settings, on four ranks, against FSDP2."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from inductor_passes.runtime.record import is_collective
 from inductor_passes.torch_compat.dtensor import REDUCES_IN_OWN_DTYPE
-from simplefsdp import simple_fsdp
+from simplefsdp import WireFormat, simple_fsdp
 from simplefsdp.frontend.sharding import Communication, Group, all_gather, shard
 from tests import graphs, zoo
 from tests.compare import lowered, same_steps
 from tests.models import batch, fsdp2, tiny_llama, train
 from tests.ranks import Ranks, fake_group
+from tests.watch import Collectives
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
@@ -113,10 +116,36 @@ def test_every_kind_of_parameter_trains_in_other_modes(four_ranks: Ranks, mode: 
     four_ranks.run(_kinds, mode, lowering)
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize(("mode", "shape"), [("fully_shard", (1,)), ("replicate", (1,)), ("hybrid_shard", (1, 1))])
+def test_a_rank_alone_trains_without_collectives(mode: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(9, 6), zoo.Residual(nn.Linear(6, 6), zoo.Scalar(torch.tensor(1.5))))
+    tokens = torch.randint(9, (4, 6))
+    settings: dict[str, Any] = {"mode": mode, "gradient_divide_factor": 2.0}
+    if mode != "replicate":
+        settings["wire"] = WireFormat(gather="int8", reduce="int4")
+    if mode == "fully_shard":
+        settings["embedding_lookup"] = "exchange"
+    with fake_group(1):
+        mesh = init_device_mesh("cpu", shape)
+        eager, compiled = (simple_fsdp(copy.deepcopy(plain), mesh, **settings) for _ in range(2))
+        with Collectives() as watch:
+            eager(tokens).square().mean().backward()
+        captured = graphs.capture(compiled, tokens, plan="block")
+        lowered(compiled, "aot_eager", fullgraph=True)(tokens).square().mean().backward()
+    assert watch.seen == []
+    assert not [node for graph in (captured.forward, captured.backward) for node in graph.nodes if is_collective(node)]
+    plain(tokens).square().mean().div(2).backward()
+    for model in (eager, compiled):
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.to_local(), expected.grad)
+
+
 def _kinds(mode: str, lowering: str) -> None:
     def build() -> nn.Module:
-        kinds = ["fewer rows than ranks", "0-dim", "zero-size", zoo.ODD_COMPLEX, "integer", "tied", "LoRA"]
-        return zoo.Residual(*[zoo.PARAMETERS[kind]() for kind in kinds])
+        kinds = ["fewer rows than ranks", "0-dim", "zero-size", zoo.ODD_COMPLEX, "integer", "bool", "float8", "tied"]
+        return zoo.Residual(*[zoo.PARAMETERS[kind]() for kind in (*kinds, "LoRA")])
 
     mesh = two_by_two() if mode == "hybrid_shard" else None
     # Inductor, which takes long, also sees shards along other dims here.

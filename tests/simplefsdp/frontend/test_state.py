@@ -115,6 +115,23 @@ def _from_meta() -> None:
 
 
 @one_of_four
+@pytest.mark.compile
+def test_a_model_that_has_no_values_yet_says_which() -> None:
+    with torch.device("meta"):
+        model = zoo.Buffers()
+    simple_fsdp(model, init_device_mesh("cpu", (4,)))
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    for forward in (model, torch.compile(model, backend="simplefsdp", options={"lower_with": "aot_eager"})):
+        with pytest.raises(RuntimeError, match=rf"{names[0]} \.\. {names[-1]} \({len(names)}\): on meta.*to_empty"):
+            forward(torch.ones(2, 6))
+    traced = torch.compile(lambda x: model(x), backend="simplefsdp", options={"lower_with": "aot_eager"})
+    with pytest.raises(RuntimeError, match=r"a parameter of shape \(\d.*\): on meta, without values.*to_empty"):
+        traced(torch.ones(2, 6))
+    model.to_empty(device="cpu")
+    assert model(torch.ones(2, 6)).shape == (2, 6)
+
+
+@one_of_four
 def test_a_model_on_meta_takes_the_device_of_its_mesh_with_what_is_assigned() -> None:
     state = zoo.build("used twice").state_dict()
     with torch.device("meta"):
@@ -264,6 +281,27 @@ def test_pickling_is_refused_and_copying_is_not() -> None:
     for each in (traced, simple_fsdp(zoo.Recurrent())):
         assert copy.deepcopy(each)(torch.ones(2, 6)).shape == each(torch.ones(2, 6)).shape
     torch.save(model.state_dict(), io.BytesIO())
+
+
+@one_of_four
+@pytest.mark.compile
+def test_a_copy_has_the_gradients_of_compiled_code() -> None:
+    model = simple_fsdp(nn.Sequential(nn.Linear(6, 8)))
+    forward = torch.compile(model, backend="simplefsdp", options={"lower_with": "aot_eager", "plan": "block"})
+    forward(torch.ones(2, 6)).sum().backward()
+    for param, copied in zip(model.parameters(), copy.deepcopy(model).parameters(), strict=True):
+        assert copied.grad is not param.grad
+        assert torch.equal(copied.grad.to_local(), param.grad.to_local())
+
+
+@one_of_four
+def test_another_module_of_a_sharded_class_is_a_plain_one() -> None:
+    model = simple_fsdp(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)))
+    assert type(model[:1]) is nn.Sequential
+    assert model[:1][0] is model[0]
+    other = type(model[0])(3, 5)
+    assert type(other) is nn.Linear
+    assert type(other.weight) is nn.Parameter
 
 
 def test_an_averaged_copy_follows(two_ranks: Ranks) -> None:

@@ -1,5 +1,6 @@
 """Errors of ``simple_fsdp``, word for word. A refused call changes nothing."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,8 @@ import expecttest
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -292,6 +295,23 @@ RuntimeError: 0.weight: cannot be deleted after simple_fsdp() (does something re
 RuntimeError: weight_orig: a parameter added to a sharded Linear would not be sharded, nor its gradient reduced; add it before simple_fsdp()
 RuntimeError: 2.weight: a module added to a sharded Sequential is not sharded, nor are its gradients reduced; add it before simple_fsdp()""",
         )
+
+    def test_tools_that_would_make_it_data_parallel_again_are_refused(self) -> None:
+        model = simple_fsdp(nn.Sequential(linear()))
+        tools: list[Callable[[nn.Module], Any]] = [nn.parallel.DistributedDataParallel, fully_shard, replicate]
+        texts = [said(functools.partial(tool, module)) for tool in tools for module in (model, model[0])]
+        self.assertExpectedInline(
+            "\n".join(texts),
+            """\
+ValueError: DistributedDataParallel: its model is data parallel by simple_fsdp already; train it as it is. mode='replicate' and mode='hybrid_shard' of simple_fsdp() make replicas
+ValueError: DistributedDataParallel: its model is data parallel by simple_fsdp already; train it as it is. mode='replicate' and mode='hybrid_shard' of simple_fsdp() make replicas
+ValueError: fully_shard: its model is data parallel by simple_fsdp already; train it as it is. mode='replicate' and mode='hybrid_shard' of simple_fsdp() make replicas
+ValueError: fully_shard: its model is data parallel by simple_fsdp already; train it as it is. mode='replicate' and mode='hybrid_shard' of simple_fsdp() make replicas
+ValueError: replicate: its model is data parallel by simple_fsdp already; train it as it is. mode='replicate' and mode='hybrid_shard' of simple_fsdp() make replicas
+ValueError: replicate: its model is data parallel by simple_fsdp already; train it as it is. mode='replicate' and mode='hybrid_shard' of simple_fsdp() make replicas""",
+        )
+        assert copy.deepcopy(model)(torch.ones(1, 2)).shape == (1, 8)
+        get_model_state_dict(model)  # looks for modules that others have made data parallel
 
     def test_a_parameter_may_be_removed(self) -> None:
         model = simple_fsdp(linear())
