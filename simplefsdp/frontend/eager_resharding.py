@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -47,9 +48,9 @@ class _Outermost:
 
     proxies: dict[int, Tensor] = field(default_factory=dict)
     """Unsharded proxies of the parameters read so far, by ``id`` of the parameter."""
-    weights: dict[int, "_RegatheredWeight"] = field(default_factory=dict)
-    """Weights to gather again, by ``id`` of the parameter."""
-    storages: dict[int, tuple[StorageWeakRef, "_RegatheredWeight", int]] = field(default_factory=dict)
+    weights: dict[int, "_SavedWeight"] = field(default_factory=dict)
+    """Weights that backward may need, by ``id`` of the parameter."""
+    storages: dict[int, tuple[StorageWeakRef, "_SavedWeight", int]] = field(default_factory=dict)
     """Gathered weights and their versions, by storage; the reference keeps the address from being used again."""
     pack: Callable[[Tensor], Any] | None = None
     """The pack hook on saved tensors that this library pushed; ``None``: it pushed none."""
@@ -104,6 +105,8 @@ class _Thread(threading.local):
         self.calls: list[_Call] = []
         self.held: dict[int, _UnshardedWeight] = {}
         """Weights that ``module.unshard()`` gathered, by ``id`` of the parameter."""
+        self.kept: dict[int, WeakSet[_SavedWeight]] = {}
+        """Weights that ``reshard_after_forward=False`` keeps for backward, by ``id`` of the parameter."""
         self.stop_watching: Callable[[], None] = lambda: None
 
 
@@ -130,8 +133,8 @@ class _Checkpoint:
 checkpoint = _Checkpoint()
 
 
-class _RegatheredWeight:
-    """A weight that is gathered again in backward."""
+class _SavedWeight:
+    """A weight that backward needs: it is gathered again there, or was kept since forward."""
 
     def __init__(self, param: DTensor, info: ShardedParameter):
         self.param, self.info = param, info
@@ -139,20 +142,21 @@ class _RegatheredWeight:
         self.versions = _versions(param)
         self.saved = self.unused = 0
         self.full: Tensor | None = None
+        """The weight while it is kept, or gathered again; or a view of it, as what is read is found by its memory."""
+
+    def save(self, view: Tensor) -> "_SavedView":
+        """Return what autograd saves in place of a view of the weight."""
+        self.saved += 1
+        if not self.info.communication.reshard_after_forward and self.full is None:
+            with without_dispatch_modes():  # as in _gather
+                self.full = view.detach()
+        return _SavedView(self, view.size(), view.stride(), int(view.storage_offset()))
 
     def get(self) -> Tensor:
-        if _versions(self.param) != self.versions:
-            raise RuntimeError(
-                f"{self.info.fqn}: was changed between forward and backward, which needs the weight that forward used; "
-                "call backward before changing parameters"
-            )
-        full = self.full
-        if full is None:
-            note_gather(self.info)
-            with torch.no_grad():
-                full = all_gather(self.param._local_tensor, self.info.communication)
-            if not in_backward():  # somebody inspects the graph
-                return full
+        full = self._gather() if self.full is None else self.full
+        if not in_backward():  # somebody inspects the graph
+            return full
+        if self.unused == 0:
             self.full, self.unused = full, self.saved
             # A branch that backward does not take would keep it.
             after_backward(self.drop)
@@ -161,15 +165,25 @@ class _RegatheredWeight:
             self.drop()
         return full
 
+    def _gather(self) -> Tensor:
+        if _versions(self.param) != self.versions:
+            raise RuntimeError(
+                f"{self.info.fqn}: was changed between forward and backward, which needs the weight that forward used; "
+                "call backward before changing parameters"
+            )
+        note_gather(self.info)
+        with torch.no_grad():
+            return all_gather(self.param._local_tensor, self.info.communication)
+
     def drop(self) -> None:
-        self.full = None
+        self.full, self.unused = None, 0
 
 
 @dataclass(frozen=True)
 class _SavedView:
     """A placeholder that is saved for backward in place of a view of a gathered weight."""
 
-    weight: _RegatheredWeight
+    weight: _SavedWeight
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -301,10 +315,19 @@ def _gather(param: DTensor, info: ShardedParameter, outermost: _Outermost, proxy
                 proxy.register_hook(lambda _gradient: note_reduction(info))
         full = gather(param, comm, proxy)
     storage = full.untyped_storage()
-    if comm.reshard_after_forward and storage._cdata != param._local_tensor.untyped_storage()._cdata:
-        again = outermost.weights.setdefault(id(param), _RegatheredWeight(param, info))
-        outermost.storages[storage._cdata] = StorageWeakRef(storage), again, _version(full)
+    if storage._cdata != param._local_tensor.untyped_storage()._cdata:
+        saved = outermost.weights.setdefault(id(param), _SavedWeight(param, info))
+        outermost.storages[storage._cdata] = StorageWeakRef(storage), saved, _version(full)
+        if not comm.reshard_after_forward:
+            _thread.kept.setdefault(id(param), WeakSet()).add(saved)
     return full
+
+
+def drop_kept(params: list[DTensor]) -> None:
+    """Free weights that are kept for backward, which gathers them again."""
+    for param in params:
+        for saved in _thread.kept.pop(id(param), ()):
+            saved.drop()
 
 
 def _versions(param: DTensor) -> tuple[int, int]:
@@ -315,7 +338,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _pack(storages: dict[int, tuple[StorageWeakRef, _RegatheredWeight, int]], tensor: Tensor) -> Any:
+def _pack(storages: dict[int, tuple[StorageWeakRef, _SavedWeight, int]], tensor: Tensor) -> Any:
     if type(tensor) is DTensor:
         local = _pack(storages, tensor._local_tensor)
         return _SavedDTensor(local, tensor._spec) if isinstance(local, _SavedView) else tensor
@@ -331,8 +354,7 @@ def _pack(storages: dict[int, tuple[StorageWeakRef, _RegatheredWeight, int]], te
         or tensor.is_neg()
     ):
         return tensor
-    weight.saved += 1
-    return _SavedView(weight, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+    return weight.save(tensor)
 
 
 def _unpack(saved: Any) -> Tensor:

@@ -29,8 +29,13 @@ class FSDPMethods:
         eager_resharding.hold_unsharded([(each.param, each.info, each.proxy) for each in sharded_attributes(self)])
 
     def reshard(self) -> None:
-        """Free the weights that ``unshard()`` gathered."""
-        eager_resharding.release_unsharded([each.param for each in sharded_attributes(self)])
+        """Free weights that ``unshard()`` gathered, and those that ``reshard_after_forward=False`` keeps for backward.
+
+        Backward gathers the latter again. Compiled code keeps what it has saved.
+        """
+        params = [each.param for each in sharded_attributes(self)]
+        eager_resharding.release_unsharded(params)
+        eager_resharding.drop_kept(params)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
         """Choose whether full weights are freed after forward. Compiled code is compiled again after a change."""

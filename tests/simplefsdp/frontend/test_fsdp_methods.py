@@ -45,6 +45,28 @@ def _unshard() -> None:
     assert isinstance(model[1].up.weight, DTensor)
 
 
+def test_weights_that_are_kept_for_backward_may_be_resharded_before(two_ranks: Ranks) -> None:
+    two_ranks.run(_reshard_kept)
+
+
+def _reshard_kept() -> None:
+    plain, model = zoo.build("tied"), simple_fsdp(zoo.build("tied"), reshard_after_forward=False)
+    plain(vectors(0, 0)).square().mean().backward()
+    for resharded in (False, True):
+        with Watch() as watch:
+            out = model(vectors(0, 0))
+            before = watch.alive()
+            if resharded:
+                model.reshard()
+                assert before - watch.alive() >= plain[0].weight.nbytes + plain[2].weight.nbytes
+        with graphs.recorded_gathers() as gathered:
+            out.square().mean().backward()
+        assert bool(gathered) is resharded
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(param.grad), expected.grad)
+        model.zero_grad()
+
+
 @pytest.mark.slow
 @pytest.mark.compile
 @one_of_four

@@ -1,9 +1,11 @@
 """Parameters of every kind, and modules that hold them in unusual ways: five steps as in a single process."""
 
 import pytest
+from torch import Tensor, nn
 
+from simplefsdp import simple_fsdp
 from tests import zoo
-from tests.compare import same_steps, vectors
+from tests.compare import lowered, same_steps, vectors
 from tests.ranks import Ranks
 
 LOWERINGS = ["eager", "aot_eager"]
@@ -23,6 +25,25 @@ def test_a_module_of_each_kind_trains_as_in_a_single_process(two_ranks: Ranks, k
 
 def _trains(kind: str, lowering: str) -> None:
     same_steps(lambda: zoo.build(kind), lowering, fullgraph=kind not in zoo.NOT_IN_ONE_GRAPH)
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.used(x), self.unused(x)
+
+
+@pytest.mark.usefixtures("one_of_four")
+@pytest.mark.compile
+def test_an_output_that_is_not_used_gives_no_gradient_in_eager_mode_and_zeros_in_compiled_code() -> None:
+    for lowering in LOWERINGS:
+        model = simple_fsdp(_Two())
+        lowered(model, lowering)(vectors(0, 0))[0].sum().backward()
+        gradient = model.unused.weight.grad
+        assert gradient is None if lowering == "eager" else not gradient.to_local().any()
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
