@@ -33,6 +33,7 @@ def campaign(count: int) -> dict[str, Any]:
             _check(end - start, 100_000 * day + start, kinds)
         except Exception:
             failures.append(traceback.format_exc()[-5000:])
+            print(failures[-1], file=sys.stderr)  # a campaign that is stopped prints no figures
         print(f"{end} models; parts with a wrong one: {len(failures)}", file=sys.stderr, flush=True)
     return {"runs": count, "kinds": dict(sorted(kinds.items())), "failures": failures}
 
