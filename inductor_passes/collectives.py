@@ -62,7 +62,7 @@ COPIES = (torch.ops.aten.clone.default,)
 MOVES = (torch.ops.aten.permute.default,)
 _REINTERPRETED = (torch.ops.aten.view_as_real.default, torch.ops.aten.view.dtype)
 _VIEW_AS_COMPLEX = torch.ops.aten.view_as_complex.default
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten.detach.default)
 
 
 class TwoSteps(NamedTuple):
@@ -274,7 +274,7 @@ def _pads_rows_with_zeros(node: Node) -> bool:
 
 def prepares_a_shard(node: Node) -> bool:
     """Return whether ``node`` is one that may lie between a shard and its all-gather."""
-    if node.target in _VIEWS:  # DTensor.to_local takes a view of the same shape
+    if node.target in _VIEWS:  # as DTensor.to_local takes, and as a view in another dtype leaves behind
         return node.meta["val"].shape == node.all_input_nodes[0].meta["val"].shape
     return node.target in (*CASTS, *PADS, *MOVES, *COPIES, *_REINTERPRETED, TO_DEVICE)
 

@@ -208,12 +208,12 @@ def simple_fsdp(
     lookups = _per_parameter("embedding_lookup", embedding_lookup, list(new), "gather")
     by_glob = isinstance(embedding_lookup, dict)
     exchanged = exchanged_embeddings(model, new, lookups, by_glob, mode, mesh.size(), offloads)
+    wire_formats |= dict.fromkeys(exchanged, WireFormat())
     encodes = any(form.reduce for form in wire_formats.values())
     shard_group, replica_group = _with_others(*_groups(mode, mesh), encodes)
     if shard_group is None:
         exchanged = []
     placements |= dict.fromkeys(exchanged, (Shard(1),))
-    wire_formats |= dict.fromkeys(exchanged, WireFormat())
     for fqn, param in new.items():
         check_wire_format(fqn, param, wire_formats[fqn], mode, replica_group.ranks if replica_group else 1, mp_policy)
     narrows = mode == "fully_shard" and shard_group is not None and encodes
@@ -237,9 +237,10 @@ def simple_fsdp(
             run_in_order(group)
     for fqn, param in new.items():
         own = local_tensor(param)
+        dims = [placement.dim for placement in placements[fqn] if isinstance(placement, Shard)]
         comm = Communication(
             shape=tuple(own.shape),
-            dim=next((p.dim for p in placements[fqn] if shard_group and isinstance(p, Shard)), None),
+            dim=dims[0] if dims and shard_group is not None else None,
             shard_group=shard_group,
             replica_group=replica_group,
             param_dtype=mp_policy.param_dtype if param.is_floating_point() and id(param) not in former else None,

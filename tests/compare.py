@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import simple_fsdp
+from simplefsdp.frontend.sharding import is_float8
 from tests.models import PROFILE, train
 
 LOWERINGS: dict[str, dict[str, Any] | None] = {
@@ -50,7 +51,7 @@ def vectors(step: int, rank: int, rows: int = 3) -> Tensor:
 def whole(tensor: Any) -> Tensor:
     """The value of a DTensor, or the tensor itself; float8, with which nothing computes, in float32."""
     tensor = tensor.detach()
-    if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+    if is_float8(tensor.dtype):
         tensor = tensor.float()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -105,8 +105,8 @@ class _Thread(threading.local):
         self.calls: list[_Call] = []
         self.held: dict[int, _UnshardedWeight] = {}
         """Weights that ``module.unshard()`` gathered, by ``id`` of the parameter."""
-        self.kept: dict[int, WeakSet[_SavedWeight]] = {}
-        """Weights that ``reshard_after_forward=False`` keeps for backward, by ``id`` of the parameter."""
+        self.kept: WeakSet[_SavedWeight] = WeakSet()
+        """Weights that ``reshard_after_forward=False`` keeps for backward."""
         self.stop_watching: Callable[[], None] = lambda: None
 
 
@@ -319,14 +319,15 @@ def _gather(param: DTensor, info: ShardedParameter, outermost: _Outermost, proxy
         saved = outermost.weights.setdefault(id(param), _SavedWeight(param, info))
         outermost.storages[storage._cdata] = StorageWeakRef(storage), saved, _version(full)
         if not comm.reshard_after_forward:
-            _thread.kept.setdefault(id(param), WeakSet()).add(saved)
+            _thread.kept.add(saved)
     return full
 
 
 def drop_kept(params: list[DTensor]) -> None:
     """Free weights that are kept for backward, which gathers them again."""
-    for param in params:
-        for saved in _thread.kept.pop(id(param), ()):
+    dropped = set(map(id, params))
+    for saved in [*_thread.kept]:
+        if id(saved.param) in dropped:
             saved.drop()
 
 

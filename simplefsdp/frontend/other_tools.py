@@ -64,9 +64,9 @@ def _save_pretrained(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _resize_token_embeddings(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def resize_token_embeddings(self, new_num_tokens=None, *args, **kwargs):
-        if new_num_tokens is None:  # returns the embeddings as they are
-            return method(self, new_num_tokens, *args, **kwargs)
+    def resize_token_embeddings(self, *args, **kwargs):
+        if all(each is None for each in (*args, *kwargs.values())):  # returns the embeddings as they are
+            return method(self)
         raise RuntimeError("resize_token_embeddings: the model's parameters are shards; resize before simple_fsdp()")
 
     return resize_token_embeddings

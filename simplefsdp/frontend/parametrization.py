@@ -161,10 +161,11 @@ def _call(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
     if state.children != (children := tuple(map(id, module._modules.values()))):
         _check_children(module)
         state.children = children
-    if state.model is not None and state.model.on_meta:
-        _check_values(module, state.model)
-    if state.model is not None and state.model.uncompared and torch.is_grad_enabled():
-        compare_sharding(state.model, module)
+    if (model := state.model) is not None:
+        if model.on_meta:
+            _check_values(module, model)
+        if model.uncompared and torch.is_grad_enabled():
+            compare_sharding(model, module)
     # Not inside_torch_compile(): Dynamo would see a Python function called from here, and trace it.
     compiled = module._compiled_call_impl is not None or callable(get_eval_frame_callback())
     call = eager_resharding.enter(compiled)

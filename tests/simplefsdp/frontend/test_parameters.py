@@ -1,12 +1,14 @@
 """Parameters of every kind, and modules that hold them in unusual ways: five steps as in a single process."""
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from simplefsdp import simple_fsdp
-from tests import zoo
+from tests import graphs, zoo
 from tests.compare import lowered, same_steps, vectors
-from tests.ranks import Ranks
+from tests.inductor_passes.test_cast_before_gather import travels
+from tests.ranks import Ranks, fake_group
 
 LOWERINGS = ["eager", "aot_eager"]
 
@@ -25,6 +27,21 @@ def test_a_module_of_each_kind_trains_as_in_a_single_process(two_ranks: Ranks, k
 
 def _trains(kind: str, lowering: str) -> None:
     same_steps(lambda: zoo.build(kind), lowering, fullgraph=kind not in zoo.NOT_IN_ONE_GRAPH)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["bool", "float8"])
+def test_values_of_one_byte_travel_as_bytes_on_every_rank(kind: str, rank: int) -> None:
+    with fake_group(2, rank):
+        captured = graphs.capture(simple_fsdp(zoo.build(kind)), vectors(0, 0))
+    assert travels(captured.forward) == {
+        "0.weight": torch.float32,
+        "0.bias": torch.float32,
+        "1.weight": torch.uint8,
+        "2.weight": torch.float32,
+        "2.bias": torch.float32,
+    }
 
 
 class _Two(nn.Module):

@@ -131,6 +131,7 @@ def train_beside_a_single_process(model: Model) -> nn.Module:
 
 
 def _trains_as_in_a_single_process(model: Model) -> None:
+    """Return nothing: a sharded model cannot be sent to another process."""
     train_beside_a_single_process(model)
 
 
