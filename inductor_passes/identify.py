@@ -49,13 +49,12 @@ def identify(graph: Graph, params: Mapping[int, GraphParameter]) -> list[str]:
     joint graph, as AOTAutograd makes it. Returns the FQNs of trained parameters of which no reduction was found:
     their gradient is right but takes part in no bucket.
     """
-    for index, shard in parameter_inputs(graph).items():
-        if index not in params:
-            continue
-        if params[index].is_exchanged:
-            for embedding in _reachable(shard, _EMBEDDING):
-                _mark_exchange(params[index].fqn, embedding)
-        _merge_gathers(params[index], _reachable(shard, ALL_GATHER))
+    for index, shards in parameter_inputs(graph).items():
+        for shard in shards if index in params else ():
+            if params[index].is_exchanged:
+                for embedding in _reachable(shard, _EMBEDDING):
+                    _mark_exchange(params[index].fqn, embedding)
+            _merge_gathers(params[index], _reachable(shard, ALL_GATHER))
     missed = []
     for index, gradient in parameter_gradients(graph).items():
         if index not in params or not params[index].groups:
@@ -72,7 +71,8 @@ def device_copies_of_replicated(
     """Return the copies to the device of offloaded parameters that are not gathered, as every rank has the whole."""
     return [
         (params[index], copy)
-        for index, shard in parameter_inputs(graph).items()
+        for index, shards in parameter_inputs(graph).items()
+        for shard in shards
         if index in params and not _reachable(shard, ALL_GATHER)
         for copy in _reachable(shard, TO_DEVICE)
     ]

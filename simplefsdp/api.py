@@ -17,8 +17,9 @@ from inductor_passes.torch_compat.dynamo import inside_torch_compile, skip_code
 from simplefsdp.frontend.compare_sharding import CheckInitialWeights, facts, sample
 from simplefsdp.frontend.eager_order import compare_before_steps
 from simplefsdp.frontend.embedding_lookup import exchanged_embeddings
-from simplefsdp.frontend.float8 import refuse_uses, unwrap_float8_weights
+from simplefsdp.frontend.float8 import unwrap_float8_weights
 from simplefsdp.frontend.fsdp_methods import check_divide_factor
+from simplefsdp.frontend.gather_hooks import add_mesh, has_hooks
 from simplefsdp.frontend.gloo import run_in_order
 from simplefsdp.frontend.node_groups import NodeGroups, node_groups, node_size
 from simplefsdp.frontend.parametrization import ShardedModule, ShardedModuleState, parametrize, tie_again
@@ -29,6 +30,7 @@ from simplefsdp.frontend.sharding import (
     Reshard,
     ShardedModel,
     ShardedParameter,
+    refuse_uses,
     replace_parameter,
     shard,
     shard_further,
@@ -38,6 +40,7 @@ from simplefsdp.frontend.validation import (
     check_device,
     check_dtensor,
     check_embedding_lookup,
+    check_hooks,
     check_mode,
     check_modules,
     check_parameter,
@@ -216,6 +219,9 @@ def simple_fsdp(
     placements |= dict.fromkeys(exchanged, (Shard(1),))
     for fqn, param in new.items():
         check_wire_format(fqn, param, wire_formats[fqn], mode, replica_group.ranks if replica_group else 1, mp_policy)
+        if has_hooks(type(param)):
+            check_hooks(fqn, param, mode, mesh, placements[fqn], offloads)
+    hooks_group = _hooks_group(mesh) if any(has_hooks(type(param)) for param in new.values()) else None
     narrows = mode == "fully_shard" and shard_group is not None and encodes
     on_node = node_size(ranks_per_node) if narrows or ranks_per_node is not None else 1
     nodes = node_groups(mesh.get_group(), on_node) if narrows else None
@@ -250,6 +256,7 @@ def simple_fsdp(
             device=mesh.device_type if offloads else None,
             pinned=pinned,
             is_exchanged=fqn in exchanged,
+            hooks_group=hooks_group if has_hooks(type(param)) else None,
             **_formats(wire_formats[fqn], param, mp_policy, nodes, mode == "hybrid_shard"),
         )
         samples[fqn] = sample(own, check_initial_weights)
@@ -298,6 +305,12 @@ def _groups(mode: str, mesh: DeviceMesh) -> tuple[Group | None, Group | None]:
     if mode == "hybrid_shard":
         return groups[1], groups[0]
     return (groups[0], None) if mode == "fully_shard" else (None, groups[0])
+
+
+def _hooks_group(mesh: DeviceMesh) -> Group:
+    """Return the ranks that hold different shards, whose mesh hooks around gathers are given."""
+    shards = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
+    return Group(add_mesh(shards), shards.size())
 
 
 def _with_others(

@@ -144,13 +144,19 @@ class _Noting(nn.Module):
         joint.eliminate_dead_code()
 
 
-def parameter_inputs(graph: Graph) -> dict[int, Node]:
-    """Return the placeholder of each DTensor input's local shard, by position among the inputs that Dynamo passed."""
-    found = {}
+def parameter_inputs(graph: Graph) -> dict[int, list[Node]]:
+    """Return the placeholders of each DTensor input's local shard, by position among the inputs that Dynamo passed.
+
+    One for each shard, or those of the tensors inside where shards are tensor subclasses.
+    """
+    found: dict[int, list[Node]] = {}
     for node in graph.find_nodes(op="placeholder"):
-        match node.meta.get("desc"):
+        desc = node.meta.get("desc")
+        while isinstance(desc, SubclassGetAttrAOTInput) and isinstance(desc.base, SubclassGetAttrAOTInput):
+            desc = desc.base
+        match desc:
             case SubclassGetAttrAOTInput(base=PlainAOTInput(idx=idx), attr="_local_tensor"):
-                found[idx] = node
+                found.setdefault(idx, []).append(node)
     return found
 
 

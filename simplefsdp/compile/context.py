@@ -259,7 +259,17 @@ def _parameter_line(param: GraphParameter, info: ShardedParameter, value: Any) -
     if (two_steps := communication.two_steps) is not None:
         groups["two_steps"] = two_steps._replace(inside="", between="")
     trained = "trained" if value.requires_grad else "frozen"
-    return f"parameter {param.fqn}: {value.dtype} {trained} {communication._replace(**groups)}"
+    return f"parameter {param.fqn}: {_kind(value)} {trained} {communication._replace(**groups)}"
+
+
+def _kind(value: Any) -> str:
+    """Return the dtype of a parameter; for shards that are tensor subclasses also what torch's own key leaves out."""
+    local = value._local_tensor
+    if type(local) is Tensor:
+        return str(value.dtype)
+    names, constants = local.__tensor_flatten__()
+    inner = [(name, getattr(local, name).dtype, tuple(getattr(local, name).shape)) for name in names]
+    return f"{value.dtype} {type(local).__module__}.{type(local).__qualname__} {inner} {_stable(constants)}"
 
 
 def _stable(value: Any) -> str:

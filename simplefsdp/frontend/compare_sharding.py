@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from inductor_passes.runtime import stall_watch
 from inductor_passes.runtime.agreement import Subject, compare
 from inductor_passes.torch_compat.distributed import is_single_process_group
+from simplefsdp.frontend.gather_hooks import has_hooks, inner_tensors
 from simplefsdp.frontend.sharding import Communication, ShardedModel, ShardedParameter, Uncompared
 
 CheckInitialWeights = bool | Literal["exact"]
@@ -45,6 +46,9 @@ def sample(value: Tensor, check: CheckInitialWeights) -> Tensor | None:
     """
     if not check or value.is_meta:
         return None
+    if has_hooks(type(value)):
+        samples = [part for tensor in inner_tensors(value) if (part := sample(tensor, check)) is not None]
+        return torch.cat(samples) if samples else None
     flat = value.detach().reshape(-1)
     if check == "exact":
         return torch.frombuffer(bytearray(_sha256(flat.contiguous().view(torch.uint8).cpu())), dtype=torch.uint8)
@@ -72,8 +76,9 @@ def facts(
 def _described(communication: Communication) -> str:
     """Return what a parameter's collectives depend on, but for the names of process groups and what this rank pins."""
     found = communication._asdict()
-    for name in ("shard_group", "replica_group", "two_steps", "pinned"):
+    for name in ("shard_group", "replica_group", "two_steps", "pinned", "hooks_group"):
         del found[name]
+    found["with_hooks"] = (communication.hooks_group is not None) or None
     found["between_nodes"] = communication.two_steps and communication.two_steps.between_format
     found["error_feedback"] = communication.feeds_back or None
     return ", ".join(f"{name}={value}" for name, value in found.items() if value is not None)

@@ -314,6 +314,8 @@ def _gather(param: DTensor, info: ShardedParameter, outermost: _Outermost, proxy
                 proxy = outermost.proxies[id(param)] = unsharded_proxy(param, comm)
                 proxy.register_hook(lambda _gradient: note_reduction(info))
         full = gather(param, comm, proxy)
+    if comm.hooks_group is not None:  # what autograd saves of such a weight is its own, and stays until backward
+        return full
     storage = full.untyped_storage()
     if storage._cdata != param._local_tensor.untyped_storage()._cdata:
         saved = outermost.weights.setdefault(id(param), _SavedWeight(param, info))

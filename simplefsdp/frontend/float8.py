@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from simplefsdp.frontend.sharding import ReplacedByShard
-
 
 def unwrap_float8_weights(model: nn.Module, ignored: Collection[int]) -> dict[int, nn.Parameter]:
     """Replace such weights by the plain parameters inside of them; tied ones stay tied.
@@ -34,13 +32,6 @@ def unwrap_float8_weights(model: nn.Module, ignored: Collection[int]) -> dict[in
                     plain[id(param)], former[id(new)] = new, param
                 module._parameters[name] = plain[id(param)]
     return former
-
-
-def refuse_uses(former: nn.Parameter, sharded: nn.Parameter) -> None:
-    """Let every use of a former weight raise, as that of any parameter that a shard has replaced."""
-    kind: Any = type("ReplacedWeight", (ReplacedByShard, type(former)), {"__slots__": ()})
-    former.__class__ = kind
-    former.replaced_by = sharded  # type: ignore[attr-defined]
 
 
 def _is_float8_weight(param: nn.Parameter) -> bool:

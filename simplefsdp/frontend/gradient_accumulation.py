@@ -30,6 +30,7 @@ from inductor_passes.ops.accumulate import check_complete, offer, received, rece
 from inductor_passes.torch_compat.autograd import after_backward
 from inductor_passes.torch_compat.dtensor import dtensor
 from simplefsdp.frontend.eager_order import note_reduction
+from simplefsdp.frontend.gather_hooks import plain_stand_in
 from simplefsdp.frontend.sharding import ShardedParameter, all_reduce_max, reduce_coalesced, sum_dtype
 
 
@@ -200,7 +201,8 @@ def _proxy(each: ShardedAttribute) -> Tensor:
         return each.proxy
     comm = each.info.communication
     dtype = sum_dtype(comm, each.param.dtype)
-    leaf = each.param._local_tensor.new_empty((), dtype=dtype, device=comm.device).expand(comm.shape)
+    local = plain_stand_in(each.param._local_tensor)
+    leaf = local.new_empty((), dtype=dtype, device=comm.device).expand(comm.shape)
     return leaf.requires_grad_(dtype.is_floating_point or dtype.is_complex)
 
 
@@ -219,7 +221,7 @@ def _add_reduced(members: list[tuple[ShardedAttribute, Tensor]]) -> None:
     for each, proxy in members:
         whole, proxy.grad = torch.zeros_like(proxy) if proxy.grad is None else proxy.grad, None
         note_reduction(each.info)
-        full.append((whole, each.info.communication, each.param._local_tensor))
+        full.append((whole, each.info.communication, plain_stand_in(each.param._local_tensor)))
     with torch.no_grad():
         for (each, _), local in zip(members, reduce_coalesced(full), strict=True):
             gradient = dtensor(local, each.param.device_mesh, each.info.placements, each.param.shape)

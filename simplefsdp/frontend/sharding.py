@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils._pytree import tree_leaves
 
@@ -38,6 +39,7 @@ from inductor_passes.torch_compat.dtensor import (
 )
 from simplefsdp.frontend import encoded_collectives
 from simplefsdp.frontend.encoded_collectives import encodes_here
+from simplefsdp.frontend.gather_hooks import gather_with_hooks, has_hooks, part_of_subclass
 
 _c10d = torch.ops._c10d_functional
 
@@ -85,6 +87,8 @@ class Communication(NamedTuple):
     """Wire format of the gradient on its way to the rank that owns the shard; ``None``: ``reduce_dtype``."""
     is_exchanged: bool = False
     """Whether tokens and embeddings travel in place of the weight and its gradient (``embedding_lookup.py``)."""
+    hooks_group: Group | None = None
+    """Ranks that hold different shards, of a parameter that says itself what is gathered (``gather_hooks.py``)."""
 
     @property
     def feeds_back(self) -> bool:
@@ -110,7 +114,8 @@ def _plain(value: Any) -> Any:
 
 @functools.cache
 def decode(text: str) -> Communication:
-    shape, dim, shard_group, replica_group, param_dtype, reduce_dtype, two_steps, *rest = literal_eval(text)
+    fields = literal_eval(text)
+    shape, dim, shard_group, replica_group, param_dtype, reduce_dtype, two_steps, *rest, hooks_group = fields
     return Communication(
         shape,
         dim,
@@ -120,7 +125,7 @@ def decode(text: str) -> Communication:
         reduce_dtype and getattr(torch, reduce_dtype.removeprefix("torch.")),
         two_steps and TwoSteps(*two_steps),
         *rest,
-    )
+    )._replace(hooks_group=hooks_group and Group(*hooks_group))
 
 
 class Uncompared(NamedTuple):
@@ -226,9 +231,17 @@ def replace_parameter(param: nn.Parameter, local: DTensor, info: ShardedParamete
     sharded = nn.Parameter(local, requires_grad=param.requires_grad)
     sharded.__dict__.update(param.__dict__)
     sharded.simple_fsdp_info = info  # type: ignore[attr-defined]
-    param.__class__ = ReplacedDTensor if isinstance(param, DTensor) else ReplacedParameter  # type: ignore[assignment]
-    param.replaced_by = sharded  # type: ignore[attr-defined]
+    refuse_uses(param, sharded)
     return sharded
+
+
+def refuse_uses(former: nn.Parameter, sharded: nn.Parameter) -> None:
+    """Let every use of a parameter that a shard has replaced raise."""
+    kind: Any = {nn.Parameter: ReplacedParameter, DTensor: ReplacedDTensor}.get(type(former))
+    if kind is None:
+        kind = type("ReplacedSubclass", (ReplacedByShard, type(former)), {"__slots__": ()})
+    former.__class__ = kind
+    former.replaced_by = sharded  # type: ignore[attr-defined]
 
 
 def shard(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
@@ -284,6 +297,9 @@ def part_of(
 
 def _part(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
     coordinate = [mesh.get_local_rank(i) for i in range(mesh.ndim)]
+    if has_hooks(type(whole)):
+        on, by = next((i, each) for i, each in enumerate(placements) if isinstance(each, Shard))
+        return part_of_subclass(whole, mesh.size(on), coordinate[on], by.dim)
     part = whole.detach()[part_of(whole.shape, mesh.shape, coordinate, placements)]
     # A copy: a view would keep the full weight's storage alive.
     return part.clone(memory_format=torch.contiguous_format)
@@ -294,6 +310,11 @@ def all_gather(local: Tensor, comm: Communication) -> Tensor:
 
     float8 and bool are gathered as bytes: gloo has no float8, and TorchInductor makes int64 of bool before a gather.
     """
+    if comm.hooks_group is not None:
+        policy = MixedPrecisionPolicy(param_dtype=comm.param_dtype, reduce_dtype=comm.reduce_dtype)
+        return gather_with_hooks(
+            local, comm.hooks_group.name, comm.shape, policy, lambda tensor: _all_gather_as_it_is(tensor, comm)
+        )
     if 0 in comm.shape:
         return local.new_empty(comm.shape, dtype=comm.param_dtype, device=comm.device)
     if comm.device is not None:
@@ -320,6 +341,12 @@ def all_gather(local: Tensor, comm: Communication) -> Tensor:
         full = torch.view_as_complex(full) if local.is_complex() else full
     full = full if full.shape[0] == rows else full[:rows]
     return full.movedim(0, comm.dim).contiguous() if comm.dim else full
+
+
+def _all_gather_as_it_is(tensor: Tensor, comm: Communication) -> Tensor:
+    ranks = comm.shard_group.ranks if comm.shard_group else 1
+    shape = ranks * tensor.shape[0], *tensor.shape[1:]
+    return all_gather(tensor, Communication(shape, 0, comm.shard_group, None))
 
 
 def reduction_dtype(comm: Communication, own: torch.dtype) -> torch.dtype | None:

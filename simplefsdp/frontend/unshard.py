@@ -15,12 +15,13 @@ from inductor_passes.ops.accumulate import ACCUMULATE, ADD_UP
 from inductor_passes.ops.call import call
 from inductor_passes.torch_compat.autograd import keep_gradient_dtype, temporarily_clear_interpreter_stack
 from inductor_passes.torch_compat.dtensor import as_global, local_tensor, to_local
+from simplefsdp.frontend.gather_hooks import has_hooks, plain_stand_in
 from simplefsdp.frontend.sharding import WITHOUT_VALUES, Communication, all_gather, decode, reduce, sum_dtype
 
 
 def _all_gather(local: Tensor, comm: Communication) -> Tensor:
-    if 0 in comm.shape or comm.dim is None or comm.shard_group is None:
-        return all_gather(local, comm)  # may be a view of the shard
+    if 0 in comm.shape or comm.dim is None or comm.shard_group is None or comm.hooks_group is not None:
+        return all_gather(local, comm)  # may be a view of the shard, or take more than a tensor
     return call(lambda local: all_gather(local, comm), ("all_gather", comm), local)
 
 
@@ -28,16 +29,16 @@ class _UnshardedProxy(torch.autograd.Function):
     """Represents the full weight in the autograd graph, without its memory; its gradient is reduced, once."""
 
     @staticmethod
-    def forward(ctx, local, comm, adds_up):
-        ctx.comm, ctx.local, ctx.adds_up = comm, local.detach(), adds_up
+    def forward(ctx, param, comm, adds_up):
+        ctx.comm, ctx.local, ctx.spec, ctx.adds_up = comm, plain_stand_in(local_tensor(param)), param._spec, adds_up
         keep_gradient_dtype(ctx)
-        return local.new_empty((), dtype=comm.param_dtype, device=comm.device).expand(comm.shape)
+        return ctx.local.new_empty((), dtype=comm.param_dtype, device=comm.device).expand(comm.shape)
 
     @staticmethod
     def backward(ctx, grad):
         if ctx.adds_up is not None:
             grad = ADD_UP(grad, ctx.adds_up)
-        return _Reduce.apply(grad, ctx.comm, ctx.local), None, None
+        return as_global(_Reduce.apply(grad, ctx.comm, ctx.local), ctx.spec), None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -48,7 +49,7 @@ class _Reduce(torch.autograd.Function):
     def forward(ctx, grad, comm, local):
         dtype = None if grad.dtype == local.dtype else grad.dtype
         ctx.comm = comm._replace(param_dtype=dtype, gather_format=None)
-        if 0 in comm.shape or not comm.groups:
+        if 0 in comm.shape or not comm.groups or comm.hooks_group is not None:
             return reduce(grad, comm, local)
         return call(lambda grad, local: reduce(grad, comm, local), ("reduce", comm), grad, local)
 
@@ -91,13 +92,20 @@ class _GatherAndReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, param, comm):
-        ctx.comm, ctx.local, ctx.spec = comm, local_tensor(param), param._spec
+        local = local_tensor(param)
+        ctx.comm, ctx.local, ctx.spec = comm, plain_stand_in(local), param._spec
         keep_gradient_dtype(ctx)
-        return _all_gather(ctx.local, comm)
+        return _all_gather(local, comm)
 
     @staticmethod
     def backward(ctx, grad):
         return as_global(_Reduce.apply(grad, ctx.comm, ctx.local), ctx.spec), None
+
+
+def _local(param: DTensor) -> Tensor:
+    """Return the shard; with the gradient of ``to_local``, unless it is a tensor subclass."""
+    local = local_tensor(param)
+    return local if has_hooks(type(local)) else to_local(param)
 
 
 def unsharded_proxy(param: DTensor, comm: Communication, adds_up: Tensor | None = None) -> Tensor:
@@ -106,12 +114,12 @@ def unsharded_proxy(param: DTensor, comm: Communication, adds_up: Tensor | None 
     Args:
         adds_up: the accumulated gradient that is added to the sum (``inductor_passes/ops/accumulate.py``).
     """
-    return _UnshardedProxy.apply(to_local(param), comm, adds_up)
+    return _UnshardedProxy.apply(param, comm, adds_up)
 
 
 def gather(param: DTensor, comm: Communication, proxy: Tensor) -> Tensor:
     """The full weight of a sharded parameter, in ``param_dtype``; its gradient flows to ``proxy``."""
-    return _Gather.apply(proxy, to_local(param), comm)
+    return _Gather.apply(proxy, _local(param), comm)
 
 
 @torch.compiler.allow_in_graph
@@ -131,7 +139,7 @@ def unshard(
         raise RuntimeError(WITHOUT_VALUES.format(f"a parameter of shape {tuple(param.shape)}"))
     with temporarily_clear_interpreter_stack():
         if receiver is not None:
-            return _GatherAndAccumulate.apply(receiver, to_local(param), comm)
+            return _GatherAndAccumulate.apply(receiver, _local(param), comm)
         if proxy is None:
             return _GatherAndReduce.apply(param, comm)
         return gather(param, comm, unsharded_proxy(param, comm, proxy) if ends else proxy)

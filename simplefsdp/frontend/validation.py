@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 from inductor_passes.ops.wire_formats import DTYPES, REDUCE_FORMATS
 from inductor_passes.torch_compat.dtensor import concatenate_meshes
 from simplefsdp.frontend.embedding_lookup import LOOKUPS
+from simplefsdp.frontend.gather_hooks import has_hooks
 from simplefsdp.frontend.other_tools import parallel_already
 from simplefsdp.frontend.parametrization import ShardedModule
 from simplefsdp.frontend.sharding import ShardedModel
@@ -119,6 +120,11 @@ def check_wire_format(
     asked = " and ".join(repr(name) for name in (form.gather, form.reduce, form.between_nodes) if name)
     if not asked:
         return
+    if has_hooks(type(param)):
+        raise ValueError(
+            f"wire: {fqn}: a {type(param).__name__} says itself what is gathered of it, and cannot travel as {asked}; "
+            "give it WireFormat(), which changes nothing"
+        )
     if mode == "replicate":
         raise ValueError(f"wire: {fqn}: mode 'replicate' gathers and scatters nothing that {asked} could be for")
     if param.dtype not in DTYPES:
@@ -230,10 +236,16 @@ def check_parameter(fqn: str, param: nn.Parameter) -> None:
     """Raise if ``param`` cannot be sharded, naming it and the reason."""
     if isinstance(param, UninitializedParameter):
         raise ValueError(f"{fqn}: has no shape yet; run the lazy module once before simple_fsdp()")
-    if type(param) not in (nn.Parameter, DTensor):
+    if type(param) not in (nn.Parameter, DTensor) and not has_hooks(type(param)):
         raise ValueError(
-            f"{fqn}: found a {type(param).__name__}, expected a plain torch.nn.Parameter; quantized and other "
-            "subclasses are not supported. Put it into ignored_params, or replace it before simple_fsdp()"
+            f"{fqn}: found a {type(param).__name__}, expected a plain torch.nn.Parameter, or a subclass of "
+            "torch.Tensor with fsdp_pre_all_gather and fsdp_post_all_gather. Put it into ignored_params, or replace it "
+            "before simple_fsdp()"
+        )
+    if isinstance(param, DTensor) and type(param._local_tensor) is not torch.Tensor:
+        raise ValueError(
+            f"{fqn}: is a DTensor of a {type(param._local_tensor).__name__}; tensor parallel parameters are plain "
+            "tensors before they are sharded"
         )
     if param.layout is not torch.strided or param.is_quantized:
         kind = param.dtype if param.is_quantized else param.layout
@@ -242,6 +254,26 @@ def check_parameter(fqn: str, param: nn.Parameter) -> None:
         raise ValueError(f"{fqn}: has gradient hooks, which its shard would lose; register them after simple_fsdp()")
     if param.grad is not None:
         raise ValueError(f"{fqn}: has a gradient, which its shard would lose; zero_grad(set_to_none=True) first")
+
+
+def check_hooks(
+    fqn: str, param: nn.Parameter, mode: str, mesh: DeviceMesh, placements: Sequence[Placement], offloads: bool
+) -> None:
+    """Raise ``ValueError`` if a parameter that says itself what is gathered of it cannot be sharded so."""
+    kind = f"{fqn}: a {type(param).__name__}, which says itself what is gathered of it,"
+    if mode == "replicate":
+        raise ValueError(f"{kind} cannot be replicated: mode 'replicate' gathers nothing")
+    if offloads:
+        raise ValueError(f"{kind} cannot be offloaded; put it into ignored_params, or leave out offload_policy")
+    if mesh.ndim > 1 and not mesh.mesh_dim_names:
+        raise ValueError(
+            f"{kind} needs a mesh whose dimensions have names, as in init_device_mesh('cuda', (nodes, gpus), "
+            "mesh_dim_names=('replicate', 'shard'))"
+        )
+    on, by = next((i, each) for i, each in enumerate(placements) if isinstance(each, Shard))
+    rows, ranks = param.shape[by.dim], mesh.size(on)
+    if rows % ranks:
+        raise ValueError(f"{kind} cannot have shards of different sizes: {rows} rows do not divide by {ranks} ranks")
 
 
 def check_dtensor(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from inductor_passes.runtime.agreement import Subject, compare
 from inductor_passes.torch_compat.dtensor import dtensor
-from simplefsdp.frontend.sharding import is_float8
+from simplefsdp.frontend.gather_hooks import has_hooks, part_of_subclass
+from simplefsdp.frontend.sharding import all_gather, is_float8
 
 _SUBJECT = Subject(
     differ="do not gather the same whole weights",
@@ -66,6 +67,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 def _whole(value: DTensor) -> Tensor:
     """Return the whole tensor, gathered on the device of the mesh, where offloaded shards are copied first."""
+    if has_hooks(type(value._local_tensor)) and (info := getattr(value, "simple_fsdp_info", None)) is not None:
+        return all_gather(value._local_tensor, info.communication._replace(param_dtype=None))
     on_mesh: Any = value.detach()
     if on_mesh.device.type != value.device_mesh.device_type:
         on_mesh = on_mesh.to(value.device_mesh.device_type)
@@ -78,4 +81,6 @@ def _whole(value: DTensor) -> Tensor:
 
 def _on_cpu(value: Any) -> Any:
     """Return a copy of a tensor in the memory of the CPU; anything else as it is."""
+    if has_hooks(type(value)):
+        return part_of_subclass(value, 1, 0, 0).cpu()
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

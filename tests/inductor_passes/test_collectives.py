@@ -189,7 +189,7 @@ def test_a_gradient_that_is_not_a_reduction_is_reported():
     graph = copy(captured.joint)
     (index, gradient) = next(iter(parameter_gradients(graph).items()))
     with graph.inserting_after(gradient):
-        decayed = graph.call_function(torch.ops.aten.add.Tensor, (gradient, parameter_inputs(graph)[index]))
+        decayed = graph.call_function(torch.ops.aten.add.Tensor, (gradient, parameter_inputs(graph)[index][0]))
     decayed.meta = dict(gradient.meta)
     graph.output_node().replace_input_with(gradient, decayed)
     assert identify(graph, captured.params) == [captured.params[index].fqn]

@@ -114,7 +114,7 @@ def test_nodes_before_a_gather_are_in_both_graphs_and_shards_keep_their_shapes()
     shards = {fqn: p.to_local().shape for fqn, p in model.named_parameters()}
     shapes = set(shards.values())
     for graph in (captured.forward, captured.backward):
-        for index, shard in parameter_inputs(graph).items():
+        for index, (shard,) in parameter_inputs(graph).items():
             # Also of the embedding, which backward does not gather.
             assert shard.meta["val"].shape == shards[captured.params[index].fqn]
         for gather in nodes(graph, ALL_GATHER):

@@ -177,8 +177,8 @@ class TestParameters(expecttest.TestCase):
             "\n".join(refuse(Holder(weight)) for weight in weights),
             """\
 ValueError: inner.weight: has no shape yet; run the lazy module once before simple_fsdp()
-ValueError: inner.weight: found a Quantized, expected a plain torch.nn.Parameter; quantized and other subclasses are not supported. Put it into ignored_params, or replace it before simple_fsdp()
-ValueError: inner.weight: found a NestedTensor, expected a plain torch.nn.Parameter; quantized and other subclasses are not supported. Put it into ignored_params, or replace it before simple_fsdp()
+ValueError: inner.weight: found a Quantized, expected a plain torch.nn.Parameter, or a subclass of torch.Tensor with fsdp_pre_all_gather and fsdp_post_all_gather. Put it into ignored_params, or replace it before simple_fsdp()
+ValueError: inner.weight: found a NestedTensor, expected a plain torch.nn.Parameter, or a subclass of torch.Tensor with fsdp_pre_all_gather and fsdp_post_all_gather. Put it into ignored_params, or replace it before simple_fsdp()
 ValueError: inner.weight: found torch.sparse_coo, expected a dense tensor; put it into ignored_params
 ValueError: inner.weight: found torch.qint8, expected a dense tensor; put it into ignored_params
 ValueError: inner.weight: has gradient hooks, which its shard would lose; register them after simple_fsdp()
