@@ -34,7 +34,7 @@ gpu-structure: $(INSTALLED)
 	TRITON_CACHE_DIR=$(abspath $(VENV))/triton TORCHINDUCTOR_CACHE_DIR=$(abspath $(VENV))/inductor \
 	$(VENV)/bin/python -m simplefsdp.null_gpu -m pytest tests/null_gpu $(XDIST) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
-# The campaigns of RELIABILITY.md: two hours. ARGS="death --runs 10" runs a part of one.
+# The campaigns of RELIABILITY.md: three hours. ARGS="death --runs 10" runs a part of one.
 soak: $(INSTALLED)
 	$(VENV)/bin/python -m tests.soak $(ARGS)
 
