@@ -28,6 +28,7 @@ from simplefsdp.analysis.optimizer_costs import state_of_parameters
 from simplefsdp.analysis.prediction import StepState
 from simplefsdp.compile.options import Options, profile_of, requested
 from simplefsdp.compile.plan_step import PlanRequest, SearchRequest, reshard_decision
+from simplefsdp.frontend.gather_hooks import has_hooks
 from simplefsdp.frontend.sharding import ShardedModel, ShardedParameter
 from simplefsdp.frontend.validation import warn_of_split_buckets, warn_of_whole_parameters
 from simplefsdp.hardware.profile import HardwareProfile
@@ -265,7 +266,7 @@ def _parameter_line(param: GraphParameter, info: ShardedParameter, value: Any) -
 def _kind(value: Any) -> str:
     """Return the dtype of a parameter; for shards that are tensor subclasses also what torch's own key leaves out."""
     local = value._local_tensor
-    if type(local) is Tensor:
+    if not (has_hooks(type(local)) and hasattr(local, "__tensor_flatten__")):
         return str(value.dtype)
     names, constants = local.__tensor_flatten__()
     inner = [(name, getattr(local, name).dtype, tuple(getattr(local, name).shape)) for name in names]

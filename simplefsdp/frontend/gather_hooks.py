@@ -37,8 +37,10 @@ def add_mesh(mesh: DeviceMesh) -> str:
 
 def part_of_subclass(whole: Tensor, ranks: int, rank: int, dim: int) -> Tensor:
     """Return a rank's part of a tensor with hooks, made by the operators that FSDP2 asks such classes for."""
-    part = torch.chunk(whole.detach(), ranks, dim)[rank]
-    return whole.new_zeros(part.shape).copy_(part)
+    parts = torch.chunk(whole.detach(), ranks, dim)
+    if rank >= len(parts):
+        return whole.new_zeros((*whole.shape[:dim], 0, *whole.shape[dim + 1 :]))
+    return whole.new_zeros(parts[rank].shape).copy_(parts[rank])
 
 
 def plain_stand_in(shard: Tensor) -> Tensor:

@@ -242,7 +242,7 @@ def check_parameter(fqn: str, param: nn.Parameter) -> None:
             "torch.Tensor with fsdp_pre_all_gather and fsdp_post_all_gather. Put it into ignored_params, or replace it "
             "before simple_fsdp()"
         )
-    if isinstance(param, DTensor) and type(param._local_tensor) is not torch.Tensor:
+    if isinstance(param, DTensor) and has_hooks(type(param._local_tensor)):
         raise ValueError(
             f"{fqn}: is a DTensor of a {type(param._local_tensor).__name__}; tensor parallel parameters are plain "
             "tensors before they are sharded"
@@ -270,6 +270,8 @@ def check_hooks(
             f"{kind} needs a mesh whose dimensions have names, as in init_device_mesh('cuda', (nodes, gpus), "
             "mesh_dim_names=('replicate', 'shard'))"
         )
+    if param.ndim == 0:
+        raise ValueError(f"{kind} has 0 dims, and cannot be sharded")
     on, by = next((i, each) for i, each in enumerate(placements) if isinstance(each, Shard))
     rows, ranks = param.shape[by.dim], mesh.size(on)
     if rows % ranks:

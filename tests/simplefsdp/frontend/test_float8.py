@@ -99,6 +99,17 @@ def test_a_weight_that_fsdp2_would_gather_in_float8_is_a_plain_shard_and_stays_t
 
 
 @pytest.mark.usefixtures("one_of_four")
+def test_the_state_of_a_model_that_was_not_sharded_is_loaded() -> None:
+    pytest.importorskip("torchao.float8")
+    sharded = simple_fsdp(model("tensorwise", gathers_in_float8=True))
+    state = model("tensorwise", gathers_in_float8=True).state_dict()
+    with torch.no_grad():
+        sharded[0].weight.zero_()
+    sharded.load_state_dict(state)
+    assert torch.equal(sharded[0].weight.to_local(), state["0.weight"]._tensor[:12])
+
+
+@pytest.mark.usefixtures("one_of_four")
 def test_an_optimizer_that_was_built_before_is_told() -> None:
     pytest.importorskip("torchao.float8")
     layers = model("tensorwise", gathers_in_float8=True)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from inductor_passes.collectives import ALL_GATHER, FQNS
 from inductor_passes.ops.gather_shards import GATHER_SHARDS
 from simplefsdp import WireFormat, clip_grad_norm_, full_state_dict, simple_fsdp
-from simplefsdp.frontend.gather_hooks import inner_tensors
+from simplefsdp.frontend.gather_hooks import inner_tensors, part_of_subclass
 from tests.graphs import capture, nodes
 from tests.models import PROFILE
 from tests.ranks import Ranks, fake_group
@@ -204,6 +204,12 @@ def test_a_rank_alone_has_what_the_hooks_make_of_its_own_shard() -> None:
 def test_what_such_a_weight_cannot_have_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         simple_fsdp(model("nf4"), **arguments)
+
+
+def test_of_fewer_rows_than_ranks_the_last_ranks_have_none() -> None:
+    pytest.importorskip("torchao")
+    weight = _int8(torch.ones(3, 8))
+    assert [part_of_subclass(weight, 4, rank, 0).shape[0] for rank in range(4)] == [1, 1, 1, 0]
 
 
 @pytest.mark.usefixtures("one_of_four")
