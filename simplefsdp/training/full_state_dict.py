@@ -82,5 +82,5 @@ def _whole(value: DTensor) -> Tensor:
 def _on_cpu(value: Any) -> Any:
     """Return a copy of a tensor in the memory of the CPU; anything else as it is."""
     if has_hooks(type(value)):
-        return part_of_subclass(value, 1, 0, 0).cpu()
+        return part_of_subclass(value.cpu(), 1, 0, 0)
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
