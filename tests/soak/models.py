@@ -31,7 +31,8 @@ def campaign(count: int) -> dict[str, Any]:
         except Exception:
             failures.append(traceback.format_exc()[-5000:])
             print(failures[-1], file=sys.stderr)  # a campaign that is stopped prints no figures
-        print(f"{end} models; parts with a wrong one: {len(failures)}", file=sys.stderr, flush=True)
+        progress = f"{end} models, {kinds['aot_eager'] + kinds['auto']} of them compiled, {kinds['resumes']} resumed"
+        print(f"{progress}; parts with a wrong one: {len(failures)}", file=sys.stderr, flush=True)
     return {"runs": count, "kinds": dict(sorted(kinds.items())), "failures": failures}
 
 
