@@ -10,9 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from torch import nn, optim
 
-from tests.compare import numbers_of_micro_batches, vectors, whole
+from tests.compare import numbers_of_micro_batches, whole
 from tests.ranks import Ranks
-from tests.simplefsdp.frontend.test_random_models import Model, models, train_beside_a_single_process
+from tests.simplefsdp.frontend.test_random_models import Model, batch, models, train_beside_a_single_process
 
 STEPS = 5
 AT_ONCE = 100
@@ -73,7 +73,7 @@ def _train_without_buckets(model: Model) -> nn.Module:
     optimizer = optim.SGD([param for param in sharded.parameters() if param.requires_grad], lr=0.05)
     for step in range(STEPS):
         for number in numbers_of_micro_batches(sharded, step, model.micro_batches):
-            forward(vectors(number, torch.distributed.get_rank())).square().mean().backward()
+            forward(batch(number, torch.distributed.get_rank())).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return sharded

@@ -7,14 +7,14 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from simplefsdp import simple_fsdp
 from tests import zoo
-from tests.compare import same_steps
+from tests.compare import same_steps, vectors
 from tests.ranks import Ranks
 
 CONTAINERS = {
@@ -24,6 +24,9 @@ CONTAINERS = {
     "reentrant checkpoint": zoo.CheckpointedReentrant,
 }
 LEAVES = {**zoo.PARAMETERS, **zoo.MODULES}
+DOUBLE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+"""The dtype of a tensor in place of single precision, whose rounding grows to 1 % of a gradient where a loss grows as
+that of ``LOSS_GROWS`` does, sharded or not."""
 MESHES = {"fully_shard": (2,), "replicate": (2,), "hybrid_shard": (1, 2), "hybrid_shard of one": (2, 1)}
 
 
@@ -72,7 +75,7 @@ class Model:
         params = [p for p in body.parameters() if p.is_floating_point()]
         for param, frozen in zip(params, self.frozen, strict=False):
             param.requires_grad_(param.requires_grad and not frozen)
-        return model
+        return model._apply(lambda t: t.to(DOUBLE.get(t.dtype, t.dtype)))
 
     def shard(self, model: nn.Module) -> nn.Module:
         settings: dict[str, Any] = {
@@ -114,6 +117,33 @@ models = st.builds(
 )
 
 
+LOSS_GROWS = Model(
+    tree=Tree(
+        "checkpoint",
+        (
+            Tree("three dims"),
+            Tree("checkpoint", (Tree("0-dim"),)),
+            Tree("checkpoint", (Tree("0-dim"), Tree("0-dim"), Tree("0-dim"))),
+        ),
+    ),
+    twice=True,
+    lowering="eager",
+    mode="fully_shard",
+    reshard=False,
+    last_dim=False,
+    parts_first=(),
+    frozen=(),
+    micro_batches=1,
+    resumes=False,
+)
+"""A model whose loss grows from 10 to 5,000 in five steps."""
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    """Input of a rank and a step, (3, 6), float64."""
+    return vectors(step, rank).double()
+
+
 def train_beside_a_single_process(model: Model) -> nn.Module:
     """Train ``model`` on a rank, and beside it in one process; raise ``AssertionError`` where they differ.
 
@@ -124,7 +154,8 @@ def train_beside_a_single_process(model: Model) -> nn.Module:
         model.build,
         model.lowering,
         wrap=model.shard,
-        tolerance=1e-4,
+        inputs=batch,
+        tolerance=1e-4 if "bf16 beside fp32" in model.tree.kinds() else 1e-9,
         micro_batches=model.micro_batches,
         resumes=model.resumes,
     )
@@ -138,6 +169,7 @@ def _trains_as_in_a_single_process(model: Model) -> None:
 @pytest.mark.slow
 def test_random_models_train_as_in_a_single_process(two_ranks: Ranks) -> None:
     @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @example(LOSS_GROWS)
     @given(models)
     def check(model: Model) -> None:
         two_ranks.run(_trains_as_in_a_single_process, model)
