@@ -1,4 +1,5 @@
 import functools
+import hashlib
 import os
 import sys
 import tempfile
@@ -31,6 +32,10 @@ _LEFT_OUT = pytest.StashKey[Counter[str]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "skip, and list, slow tests and tests on real ranks that would start later than this"
     parser.addoption("--long-until", type=float, metavar="SECONDS", help=text)
+    text = (
+        "run the files in an order drawn from this text; needs --no-loadscope-reorder where several processes run them"
+    )
+    parser.addoption("--order-drawn-from", metavar="TEXT", help=text)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -40,8 +45,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"takes long, and the {limit:.0f} s of --long-until have passed")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by what they cost; cases in which TorchInductor compiles with g++ are slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by what they cost; cases in which TorchInductor compiles with g++ are slow. Order their files."""
+    if drawn_from := config.getoption("--order-drawn-from"):
+        items.sort(key=lambda item: hashlib.sha256(f"{drawn_from} {item.location[0]}".encode()).digest())
     for item in items:
         case = getattr(item, "callspec", None)
         if case and "inductor" in case.params.values():
