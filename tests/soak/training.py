@@ -82,7 +82,8 @@ def _build(options: dict[str, Any] | None, scale: float = 1.0) -> tuple[Any, Cal
     def step(number: int) -> float:
         generator = torch.Generator().manual_seed(2 * number + dist.get_rank())
         tokens = torch.randint(0, config.vocab_size // 4, (2, 33), generator=generator)
-        loss: Tensor = F.cross_entropy(forward(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        before = tokens[:, :-1].contiguous()  # of an input that is a view, torch 2.13 keeps all fake tensors
+        loss: Tensor = F.cross_entropy(forward(before).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -145,13 +146,18 @@ def _compilations() -> int:
 
 
 def _drop(cycles: int) -> dict[str, float]:
-    """Build, compile and train a model, drop it, and so on; count what is alive, and what grew since the fifth."""
+    """Build, compile and train a model, drop it, and so on; count what is alive, and what grew since the fifth.
+
+    Half of the cycles drop the guards that Dynamo keeps.
+    """
     alive: list[weakref.ref[Any]] = []
     params: list[weakref.ref[nn.Parameter]] = []
-    before: dict[str, float] = {}
+    first, middle = 5, cycles // 2
+    resources: dict[int, dict[str, float]] = {}
     for cycle in range(cycles):
-        if cycle == 5:
-            before = _resources()
+        if cycle in (first, middle):
+            resources[cycle] = _resources()
+        if cycle == first:
             groups = len(dist.distributed_c10d._world.pg_map)
         model, step = _build({"plan": "block", "lower_with": "aot_eager"})
         for number in range(2):
@@ -160,13 +166,31 @@ def _drop(cycles: int) -> dict[str, float]:
         params.extend(map(weakref.ref, model.parameters()))
         del model, step
         torch.compiler.reset()
-    after = _resources()
-    per_cycle = {name: (after[name] - before[name]) / (cycles - 5) for name in before}
+        gc.collect()
+        if cycle < middle:
+            _drop_guards()
+    resources[cycles] = _resources()
+
+    def per_cycle(name: str, start: int, end: int) -> float:
+        return (resources[end][name] - resources[start][name]) / (end - start)
+
     return {
         "models left": sum(ref() is not None for ref in alive),
         "parameters left": sum(ref() is not None for ref in params),
         "process groups left": len(dist.distributed_c10d._world.pg_map) - groups,
-        "resident MB per cycle": per_cycle["resident"],
-        "descriptors left per cycle": per_cycle["descriptors"],
-        "threads left per cycle": per_cycle["threads"],
+        "descriptors left per cycle": per_cycle("descriptors", first, cycles),
+        "threads left per cycle": per_cycle("threads", first, cycles),
+        "resident MB per cycle": per_cycle("resident", first, middle),
+        "the same with guards that Dynamo keeps": per_cycle("resident", middle, cycles),
     }
+
+
+def _drop_guards() -> None:
+    """Drop the guards of compilations that are gone.
+
+    ``weakref.finalize`` keeps them for as long as each class, module and function lives that one of them is about
+    (``id_ref`` in torch/_dynamo/guards.py).
+    """
+    for finalizer, info in list(weakref.finalize._registry.items()):
+        if "CheckFunctionManager.invalidate" in repr(info.func):
+            finalizer.detach()
