@@ -14,8 +14,9 @@ use; whoever needs them next is told, and they are dropped.
 
 ``add_up`` takes the sum away when it runs, from the proxy that was offered and has the same storage, as a graph may be
 given another tensor of that storage. So one graph serves all accumulations, and a parameter that is read twice gets the
-sum once. A backward may fail, or be asked for other gradients than the parameter's: the sum is gone only once the
-parameter has got its gradient in the backward that took the sum.
+sum once, also where a reentrant checkpoint begins a backward in a backward. A backward may fail, or be asked for other
+gradients than the parameter's: the sum is gone only once the parameter has got its gradient in the backward that took
+the sum.
 """
 
 import functools
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from inductor_passes.ops.pack import LIBRARY
-from inductor_passes.torch_compat.autograd import after_backward, current_backward, is_due
+from inductor_passes.torch_compat.autograd import after_backward, current_backward, is_due, is_nested
 
 
 @dataclass(eq=False)
@@ -60,6 +61,12 @@ def withdraw(proxy: Tensor) -> None:
     """Take back the offer of ``proxy``; restore a sum that was taken without reaching the parameter."""
     if (offered := _offers.pop(proxy.untyped_storage()._cdata, None)) is not None:
         offered.restore()
+
+
+def is_taken(proxy: Tensor) -> bool:
+    """Return whether a backward has taken the sum in which the parameter has not got its gradient yet."""
+    offered = _offers.get(proxy.untyped_storage()._cdata)
+    return offered is not None and offered.taken is not None
 
 
 def received(proxy: Tensor) -> None:
@@ -110,7 +117,7 @@ def check_complete() -> None:
     """
     backward = current_backward()
     failed = [each for each in _under_way if each.backward != backward]
-    if failed:
+    if failed and not is_nested():  # or else they are of the backward around this one
         _under_way[:] = [each for each in _under_way if each.backward == backward]
         for each in failed:
             each.proxy.grad, each.backward = None, -1
@@ -138,7 +145,7 @@ def accumulate(gradient: Tensor, receiver: Tensor, dtype: torch.dtype) -> Tensor
     if backward == -1 or is_due(leaf, backward):
         if found.backward not in (-1, backward):
             check_complete()
-        if backward != -1 and found.backward != backward:
+        if backward != -1 and found.backward == -1:
             if not _under_way or _under_way[-1].backward != backward:
                 after_backward(functools.partial(_finish, backward))
             found.backward = backward
@@ -175,6 +182,8 @@ def add_up(gradient: Tensor, proxy: Tensor) -> Tensor:
         check_complete()
     offered = _offers.get(storage)
     if offered is not None and offered.backward != backward != -1:
+        if offered.taken is not None and is_nested():  # the backward around this one has it
+            return result.copy_(gradient)
         offered.restore()
         offered.taken, offered.proxy.grad, offered.backward = offered.proxy.grad, None, backward
         if offered.taken is not None:

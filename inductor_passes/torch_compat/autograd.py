@@ -1,5 +1,7 @@
 """The autograd engine: which backward runs on this thread, hooks on saved tensors, dispatch modes."""
 
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +51,18 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def is_nested() -> bool:
+    """Return whether the backward that runs on this thread was begun in another one, as by a reentrant checkpoint."""
+    begin = torch.autograd.graph._engine_run_backward.__code__
+    # Autograd's own threads, of which there is one for each GPU, run what another thread has begun.
+    begun_here = 0 if isinstance(threading.current_thread(), threading._DummyThread) else 1
+    begun, frame = 0, sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        begun += frame.f_code is begin
+    return begun > begun_here
+
+
 def is_due(leaf: Tensor, backward: int) -> bool:
     """Return whether the backward of this number, which runs on this thread, is asked for the gradient of ``leaf``."""
     assert backward == current_backward() != -1
@@ -60,7 +74,7 @@ def is_due(leaf: Tensor, backward: int) -> bool:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` at the end of the backward that runs."""
+    """Call ``callback`` at the end of the backward that runs, which may be nested in another."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 

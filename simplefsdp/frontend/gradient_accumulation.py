@@ -11,8 +11,9 @@ backward adds ``proxy.grad`` to each gradient as it comes, and reduces the sum i
 (``inductor_passes/ops/accumulate.py``). In eager mode, and where forward ran before the switch was set, gradients go to
 the proxies once more. In both cases the first gradient that comes arranges that, at the end of this backward, whatever
 is left in the proxies is reduced together (also for parameters that this backward did not reach), and that all proxies
-are removed. A graph that was made earlier may still hold a proxy; the backward of that graph is followed by a reduction
-of its own.
+are removed. Where a reentrant checkpoint has begun this backward in another one, in which a gradient has come before,
+the end is that of the other. A graph that was made earlier may still hold a proxy; the backward of that graph is
+followed by a reduction of its own.
 """
 
 import functools
@@ -26,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from inductor_passes.ops.accumulate import check_complete, offer, received, receiver_of, restore, withdraw
-from inductor_passes.torch_compat.autograd import after_backward
+from inductor_passes.ops.accumulate import check_complete, is_taken, offer, received, receiver_of, restore, withdraw
+from inductor_passes.torch_compat.autograd import after_backward, current_backward, is_nested
 from inductor_passes.torch_compat.dtensor import dtensor
 from simplefsdp.frontend.eager_order import note_reduction
 from simplefsdp.frontend.gather_hooks import plain_stand_in
@@ -107,6 +108,8 @@ class _LastBackward:
     def __init__(self, found: list[ShardedAttribute]):
         self.found = [(each, proxy) for each in found if (proxy := each.proxy) is not None]
         self.hooks: dict[int, list[Any]] = {}
+        self.backwards: set[int] = set()
+        """The backwards that have reached a proxy and are not over: one in another, or one that has failed."""
         for each, proxy in _distinct(self.found):
             hooks = self.hooks[id(proxy)] = []
             if proxy.requires_grad:  # called too where the gradient is None, as it has been taken
@@ -127,10 +130,19 @@ class _LastBackward:
             hook.remove()
         withdraw(proxy)
 
-    def _came(self, _proxy: Tensor) -> None:
-        after_backward(self._finish)  # each time: a backward that raises calls none of them
+    def _came(self, _leaf: Tensor) -> None:
+        backward = current_backward()
+        if backward in self.backwards:
+            return
+        if not is_nested():
+            self.backwards.clear()
+        self.backwards.add(backward)
+        after_backward(functools.partial(self._finish, backward))
 
-    def _finish(self) -> None:
+    def _finish(self, backward: int) -> None:
+        self.backwards.discard(backward)
+        if is_nested() and (self.backwards or any(is_taken(proxy) for _, proxy in self.found)):
+            return  # the backward around it comes here, too
         ended = _distinct(self.found)
         receivers = {id(proxy): each.receivers[each.name] for each, proxy in ended}
         for each, proxy in self.found:

@@ -137,6 +137,19 @@ LOSS_GROWS = Model(
     resumes=False,
 )
 """A model whose loss grows from 10 to 5,000 in five steps."""
+READ_AROUND_A_CHECKPOINT = Model(
+    tree=Tree("residual", (Tree("reentrant checkpoint", (Tree("GRU"),)), Tree("0-dim"))),
+    twice=True,
+    lowering="aot_eager",
+    mode="fully_shard",
+    reshard=False,
+    last_dim=False,
+    parts_first=(),
+    frozen=(),
+    micro_batches=2,
+    resumes=False,
+)
+"""A model that reads a weight before and behind the backward that a checkpoint begins in backward."""
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
@@ -170,6 +183,7 @@ def _trains_as_in_a_single_process(model: Model) -> None:
 def test_random_models_train_as_in_a_single_process(two_ranks: Ranks) -> None:
     @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @example(LOSS_GROWS)
+    @example(READ_AROUND_A_CHECKPOINT)
     @given(models)
     def check(model: Model) -> None:
         two_ranks.run(_trains_as_in_a_single_process, model)
