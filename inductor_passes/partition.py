@@ -20,7 +20,7 @@ from inductor_passes.torch_compat.aot_autograd import (
     opaque_objects_last,
     opaque_objects_weigh_nothing,
 )
-from inductor_passes.torch_compat.fx import generating_no_code
+from inductor_passes.torch_compat.fx import as_lazy_as, generating_no_code
 
 _SOURCE = "simplefsdp_source"
 """Key in ``node.meta``: the nodes from a shard to its folded gather, as a graph, and the placeholder's own value."""
@@ -64,7 +64,8 @@ def partition(
                 (reduction.node.meta[SHARD],) = read
             _set_group(reduction.node, group)
     _save_what_views_are_of(forward.graph, backward.graph, num_fwd_outputs)
-    return opaque_objects_last(forward, backward, num_fwd_outputs)
+    forward, backward = opaque_objects_last(forward, backward, num_fwd_outputs)
+    return forward, as_lazy_as(forward, backward)
 
 
 def _save_what_views_are_of(forward: Graph, backward: Graph, num_fwd_outputs: int) -> None:

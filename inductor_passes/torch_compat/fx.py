@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 from torch._inductor.pattern_matcher import stable_topological_sort as stable_topological_sort
 from torch.fx import GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import has_side_effect as has_side_effect
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
@@ -38,6 +39,15 @@ def generating_no_code() -> Iterator[None]:
 
     with patch.object(GraphModule, "recompile", recompile):
         yield
+
+
+def as_lazy_as(other: GraphModule, module: GraphModule) -> GraphModule:
+    """Return ``module`` as one that generates its code when it is called, if ``other`` is such a module.
+
+    torch's partitioners make one of the forward graph only. Whatever copies or changes the backward graph generates,
+    parses and compiles its code each time, although TorchInductor calls neither.
+    """
+    return _LazyGraphModule.from_graphmodule(module) if isinstance(other, _LazyGraphModule) else module
 
 
 def move_before(first: Node, node: Node) -> None:

@@ -6,17 +6,21 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._inductor.custom_graph_pass import get_hash_for_files as get_hash_for_files
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import has_symbolic_sizes_strides
 
 FREE_AT_LAST_USE: dict[str, Any] = {"allow_buffer_reuse": False}
 """Inductor configuration under which generated code frees memory behind its last use.
@@ -61,6 +65,55 @@ def unchanged_is_same() -> Iterator[None]:
         yield
     finally:
         fx_utils._is_fake_tensor_same = compare
+
+
+@contextmanager
+def shapes_as_traced() -> Iterator[None]:
+    """Let TorchInductor meanwhile take the shapes of a graph's nodes from the trace, where its inputs are as there.
+
+    It runs every graph once more on fake tensors, which is a tenth of the first step of a deep model. What comes of it
+    is what the nodes have already, unless an input has other strides since: code of forward may return what it saves
+    in another layout.
+    """
+    from torch._inductor import compile_fx  # seconds to import, so not before it is needed
+
+    propagate = compile_fx.fake_tensor_prop
+
+    def propagate_what_is_new(module: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        mode = detect_fake_mode(inputs)
+        if mode is None or not _are_as_traced(module, inputs):
+            return propagate(module, inputs, *args, **kwargs)
+        return mode
+
+    compile_fx.fake_tensor_prop = cast(Any, propagate_what_is_new)
+    try:
+        yield
+    finally:
+        compile_fx.fake_tensor_prop = propagate
+
+
+def _are_as_traced(module: GraphModule, inputs: Sequence[Any]) -> bool:
+    """Return whether every node of a graph has a value, none of them with symbols, and ``inputs`` are those of it."""
+    layouts = [_layout(value) for value in inputs]
+    traced = [_layout(node.meta.get("val")) for node in module.graph.find_nodes(op="placeholder")]
+    if None in layouts or layouts != traced:
+        return False
+    for node in module.graph.nodes:
+        is_body = node.op == "get_attr" and isinstance(getattr(module, node.target, None), GraphModule)
+        if "unbacked_bindings" in node.meta or not ("val" in node.meta or node.op == "output" or is_body):
+            return False
+    return True
+
+
+def _layout(value: Any) -> Any:
+    """Return what shapes that are computed of an input depend on; ``None`` where they depend on symbols."""
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return None
+    if not isinstance(value, Tensor):
+        return value
+    if has_symbolic_sizes_strides(value):
+        return None
+    return value.dtype, value.device, value.shape, value.stride(), value.storage_offset(), value.layout
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from inductor_passes.torch_compat.inductor import (
     joint_graph_passes,
     number_seeds,
     sees_joint_graphs,
+    shapes_as_traced,
     unchanged_is_same,
 )
 from inductor_passes.trace_once import call_block
@@ -168,6 +169,7 @@ def _inductor(
         find_vector_instructions()
     progress = passes.notes.progress
     lower_graph = inner_compile or compile_fx_inner
+    is_seen = sees_joint_graphs(parsed.inductor)
     sums_at_once = on_gpu and passes.given.request is not None
 
     @with_stack_space
@@ -175,7 +177,11 @@ def _inductor(
     def lower(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:  # of backward: when the first backward runs
         progress.begin(f"lowering {direction_of(graph.graph)}")
         try:
-            with unchanged_is_same(), no_sums_across_matmuls() if sums_at_once else nullcontext():
+            with (
+                unchanged_is_same(),
+                nullcontext() if is_seen else shapes_as_traced(),
+                no_sums_across_matmuls() if sums_at_once else nullcontext(),
+            ):
                 return lower_graph(graph, *args, **kwargs)
         finally:
             passes.end_stages()
@@ -183,7 +189,6 @@ def _inductor(
     def prepare(body: GraphModule) -> None:
         joint_graph_passes(body, parsed.inductor)
 
-    is_seen = sees_joint_graphs(parsed.inductor)
     patches = {**defaults, **parsed.inductor, **slots, **patches}
     progress.begin("tracing")
     try:
