@@ -47,6 +47,7 @@ class LlamaConfig:
 
 CONFIGS = {
     "debug": LlamaConfig(128, 4, 8, 4, 384, vocab_size=256, max_seq_len=1024, rope_theta=10000.0, rope_scaling=False),
+    "small": LlamaConfig(256, 6, 8, 4, 768, vocab_size=256, max_seq_len=1024, rope_theta=10000.0, rope_scaling=False),
     "1B": LlamaConfig(2048, 16, 32, 8, 8192, tie_embeddings=True),
     "3B": LlamaConfig(3072, 28, 24, 8, 8192, tie_embeddings=True),
     "8B": LlamaConfig(4096, 32, 32, 8, 14336),
