@@ -23,7 +23,7 @@ def test_published_parameter_counts(name):
 
 
 def test_every_config_is_counted_or_for_debugging():
-    assert set(CONFIGS) == {"debug", *PARAMETERS}
+    assert set(CONFIGS) == {"debug", "small", *PARAMETERS}
 
 
 def test_a_position_sees_no_later_one():
