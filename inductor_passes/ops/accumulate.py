@@ -63,22 +63,26 @@ def withdraw(proxy: Tensor) -> None:
         offered.restore()
 
 
+def _offer_of(proxy: Tensor) -> _Offer | None:
+    return _offers.get(proxy.untyped_storage()._cdata)
+
+
 def is_taken(proxy: Tensor) -> bool:
     """Return whether a backward has taken the sum in which the parameter has not got its gradient yet."""
-    offered = _offers.get(proxy.untyped_storage()._cdata)
+    offered = _offer_of(proxy)
     return offered is not None and offered.taken is not None
 
 
 def received(proxy: Tensor) -> None:
     """Note that the parameter has got its gradient, with the sum that the same backward has taken."""
-    offered = _offers.get(proxy.untyped_storage()._cdata)
+    offered = _offer_of(proxy)
     if offered is not None and offered.backward == current_backward():
         offered.taken = None
 
 
 def restore(proxy: Tensor) -> None:
     """Put back a sum that was taken without reaching the parameter; to be called between backwards."""
-    if (offered := _offers.get(proxy.untyped_storage()._cdata)) is not None:
+    if (offered := _offer_of(proxy)) is not None:
         offered.restore()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -60,11 +61,8 @@ def unchanged_is_same() -> Iterator[None]:
     def is_same(new: Any, old: Any, *args: Any, **kwargs: Any) -> bool:
         return new is old or compare(new, old, *args, **kwargs)
 
-    fx_utils._is_fake_tensor_same = is_same
-    try:
+    with patch.object(fx_utils, "_is_fake_tensor_same", is_same):
         yield
-    finally:
-        fx_utils._is_fake_tensor_same = compare
 
 
 @contextmanager
@@ -85,11 +83,8 @@ def shapes_as_traced() -> Iterator[None]:
             return propagate(module, inputs, *args, **kwargs)
         return mode
 
-    compile_fx.fake_tensor_prop = cast(Any, propagate_what_is_new)
-    try:
+    with patch.object(compile_fx, "fake_tensor_prop", propagate_what_is_new):
         yield
-    finally:
-        compile_fx.fake_tensor_prop = propagate
 
 
 def _are_as_traced(module: GraphModule, inputs: Sequence[Any]) -> bool:
